@@ -70,7 +70,6 @@ def main(epochs: int, folder: str) -> dict[str, float]:
         default_root_dir=folder,
         callbacks=[best, EarlyStopping(monitor="val_accuracy", mode="max", patience=5)],
         devices=1,
-        inference_mode=False,  # in which batch norms do not fuse
     )
     data = NoisyDigits(config)
     trainer.fit(OwnClassifier(config), datamodule=data)

@@ -9,6 +9,7 @@ import random
 import re
 import runpy
 import shlex
+import sys
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -59,8 +60,11 @@ def test_examples_run(
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    # TorchDynamo imports the module whose code it captures.
+    module = ModuleType("example")
+    monkeypatch.setitem(sys.modules, "example", module)
     if runs:
-        exec(code, {"__name__": "example"})
+        exec(code, vars(module))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -74,7 +74,8 @@ def saved_megabytes() -> dict[str, dict[str, float]]:
         now, eager = Counter[str](), Counter[str]()
         for row in explanation.saved:
             of_spikes = row.name in ("net.3", "net.6")
-            kind = "neurons" if "LIF" in row.module else "spikes" if of_spikes else "others"
+            is_block = "LIF" in row.module or "BatchNorm" in row.module
+            kind = "neurons" if is_block else "spikes" if of_spikes else "others"
             now[kind] += row.now
             eager[kind] += row.eager or 0
         saved |= {"eager loop": eager, f"{policy!r}": now}

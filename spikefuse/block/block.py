@@ -13,7 +13,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spikefuse import reference
 from spikefuse.block.batch_norm import NORMS, running_of, state_passing_of
 from spikefuse.block.definition import Kind, with_batch_norm
-from spikefuse.block.functional import Norm, norm_statistics, reserve_counters, run_block, shift_of
+from spikefuse.block.functional import (
+    Norm,
+    compile_ahead,
+    norm_statistics,
+    reserve_counters,
+    run_block,
+    shift_of,
+)
 from spikefuse.block.program import prepare_block
 from spikefuse.kernels.norm import by_batch
 from spikefuse.kernels.running import update_running_stats
@@ -139,8 +146,11 @@ def scan(
         op.check_param(neuron, label, values[label], inputs[0])
     params, scalars = [values[label] for label in own], [values[label] for label in floats]
     arguments = Arguments(inputs, states, params, (), scalars, passing)
+    wanted = Wanted(wanted.final, wanted.bits, save)
+    if not torch.compiler.is_compiling():
+        compile_ahead(program, arguments, wanted._replace(save=save and torch.is_grad_enabled()))
     batches = [norm_of(norm, x, backend, passing) for norm, x in zip(norms, inputs, strict=False)]
-    results = run_block(program, arguments, batches, wanted._replace(save=save))
+    results = run_block(program, arguments, batches, wanted)
     if wanted.bits:
         mark_binary(results)
     return results

@@ -18,6 +18,8 @@ from spikefuse.block.training import BlockCall
 from spikefuse.kernels.norm import merge_statistics, statistics
 from spikefuse.kernels.running import Running, update_running_stats
 from spikefuse.scan import op
+from spikefuse.scan.execution import execution_of
+from spikefuse.scan.program import CHANNEL, SCALAR
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.state_passing import Collectives
 
@@ -84,6 +86,14 @@ def norm_statistics(
     return Statistics(*merge_statistics(shares, weight, running, eps, backend))
 
 
+def compile_ahead(program: str, arguments: Arguments[Tensor], wanted: Wanted) -> None:
+    """Begin to compile the forward kernel of a block on a thread, beside that of the statistics."""
+    execution = execution_of(program, arguments.inputs)
+    if execution.is_new and arguments.passing is None:
+        unknown = [torch.empty(0, device="meta")] * len(execution.program.params(SCALAR, CHANNEL))
+        execution.compile_forward(arguments._replace(params=unknown), wanted)
+
+
 def run_block(
     program: str, arguments: Arguments[Tensor], norms: Sequence[Norm], wanted: Wanted
 ) -> Results[Tensor]:
@@ -107,7 +117,9 @@ def run_block(
         assert norm.statistics is not None
         prologue.append(norm.statistics.values)
         number = norm.statistics.number
-    prologue += [norm.weight for norm in norms if norm.weight is not None]
+    for norm in norms:
+        if norm.weight is not None:
+            prologue.append(norm.weight)
     call = BlockCall(program, scalars, passing, number)
     return op.execute(call, arguments._replace(prologue=prologue), wanted)
 

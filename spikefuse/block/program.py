@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cache
 from operator import attrgetter
 from typing import TypeVar
 
@@ -25,10 +25,12 @@ class BlockProgram:
     """A program whose step begins with a batch norm.
 
     Attributes:
-        tensors, floats: the names of its tensor and float parameters, in its order; those of the
-            neuron begin with "neuron.".
-        own: the names of the neuron's tensors among them, without "neuron.".
-        own_floats: all floats, which are the neuron's, likewise.
+        tensors: the names of its tensor parameters, in its order; those of the neuron begin with
+            "neuron.".
+        own, own_floats: the names of the neuron's tensors and floats that it reads, without it.
+        order: for each tensor of the program, its place among the norms' values, as in
+            `value_names`, followed by the neuron's tensors.
+        num_norms: one, or two if the residual is normalized, too.
     """
 
     name: str
@@ -37,35 +39,19 @@ class BlockProgram:
     tensors: tuple[str, ...]
     own: tuple[str, ...]
     own_floats: tuple[str, ...]
+    order: tuple[int, ...]
+    num_norms: int
+    _summed: dict[tuple[bool, ...], list[bool]] = field(default_factory=dict, repr=False)
 
-    @property
-    def num_norms(self) -> int:
-        return 1 + self.kind.normalizes_residual
-
-    @property
-    def rebuilds(self) -> bool:
-        """Whether backward can do without saved states."""
-        return self.program.rebuilds
-
-    @property
-    def adds_correction(self) -> bool:
-        """Whether what flows through the statistics is added to a gradient in memory. It takes
-        fewer instructions than a second scan, which bound a CPU, but moves more bytes."""
-        return self.program.backend == "numba"
-
-    @cached_property
-    def order(self) -> tuple[int, ...]:
-        """Where each tensor of the program is among the norms' values, as in `value_names`, and
-        then the neuron's tensors."""
-        names = (*value_names(self.kind), *(NEURON + name for name in self.own))
-        return tuple(map(names.index, self.tensors))
-
-    def sums(self, needs_own: Sequence[bool]) -> list[bool]:
-        """Of which tensors the first backward pass sums the gradients if these of the neuron need
+    def summed(self, needs_own: Sequence[bool]) -> list[bool]:
+        """Of which tensors the first backward pass sums the gradients, if these of the neuron need
         some: of the shift and the scales, too."""
-        own = iter(needs_own)
-        return [next(own) if name.startswith(NEURON) else name in ("shift", *SCALES)
-                for name in self.tensors]  # fmt: skip
+        key = tuple(needs_own)
+        if key not in self._summed:
+            own, always = iter(key), ("shift", *SCALES)
+            self._summed[key] = [next(own) if name.startswith(NEURON) else name in always
+                                 for name in self.tensors]  # fmt: skip
+        return self._summed[key]
 
     def select(
         self, neuron: str, params: Sequence[T], scalars: Sequence[float]
@@ -83,17 +69,25 @@ def block_program(name: str) -> BlockProgram:
     """The program of a block, by its name."""
     made = program(name)
     assert isinstance(made.definition, NormedNeuron)
-    tensors = tuple(made.params(SCALAR, CHANNEL))
-    own = [n.removeprefix(NEURON) for n in tensors if n.startswith(NEURON)]
-    floats = [n.removeprefix(NEURON) for n in made.params(FLOAT)]
-    return BlockProgram(name, made.definition.kind, made, tensors, tuple(own), tuple(floats))
+    kind, tensors = made.definition.kind, made.params(SCALAR, CHANNEL)
+    own, others = [n for n in tensors if n.startswith(NEURON)], value_names(kind)
+    return BlockProgram(
+        name=name,
+        kind=kind,
+        program=made,
+        tensors=tuple(tensors),
+        own=tuple(n.removeprefix(NEURON) for n in own),
+        own_floats=tuple(n.removeprefix(NEURON) for n in made.params(FLOAT)),
+        order=tuple(map((*others, *own).index, tensors)),
+        num_norms=1 + kind.normalizes_residual,
+    )
 
 
 def traits(name: str) -> tuple[bool, bool, tuple[int, ...]]:
     """Of a block's program: whether its norms use the statistics of the batch, whether backward can
     do without saved states, and `BlockProgram.order`."""
     made = block_program(name)
-    return made.kind.by_batch, made.rebuilds, made.order
+    return made.kind.by_batch, made.program.rebuilds, made.order
 
 
 # Constant for torch.compile, see `spikefuse.scan.program.sizes_of`.

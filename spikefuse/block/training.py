@@ -7,10 +7,9 @@ the second pass writes the gradient of the input.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,23 +45,24 @@ class BlockCall(Call):
     def block(self) -> BlockProgram:
         return block_program(self.program)
 
-    def _statistics(self, arguments: Arguments[Tensor]) -> Tensors:
-        return arguments.prologue[1 : 1 + self.block.num_norms]
-
     def resolve(self, arguments: Arguments[Tensor], correction: Tensors = ()) -> Arguments[Tensor]:
-        shift, ((mean, scale, *_), *others) = arguments.prologue[0], self._statistics(arguments)
-        residual = [row for statistics in others for row in statistics[:2]]
+        block, prologue = self.block, arguments.prologue
+        values: list[Tensor] = []
+        for statistics in prologue[1 : 1 + block.num_norms]:
+            mean, scale, *_ = statistics.unbind(0)
+            values += mean, scale
+        values.insert(2, prologue[0])
         # Only the second pass of backward reads the correction.
-        correction = correction or [mean] * (2 * self.block.num_norms)
-        values = mean, scale, shift, *residual, *correction, *arguments.params
-        return arguments._replace(params=[values[i] for i in self.block.order])
+        values += correction or [values[0]] * (2 * block.num_norms)
+        values += arguments.params
+        return arguments._replace(params=[*map(values.__getitem__, block.order)])
 
     def compile_backward(
         self, arguments: Arguments[Tensor], results: Results[Tensor], needs: Needs
     ) -> None:
         execution, (inputs, states, own, *_) = self.execution, needs
         assert execution is not None
-        first = Arguments([False] * len(inputs), states, self.block.sums(own))
+        first = Arguments([False] * len(inputs), states, self.block.summed(own))
         super().compile_backward(arguments, results, first)
         if True in inputs:
             second = Arguments(inputs, states, [False] * len(first.params))
@@ -81,53 +81,60 @@ class BlockCall(Call):
         needs: Needs,
     ) -> Gradients:
         execution = self.execution or execution_of(self.program, arguments.inputs)
-        inputs, none = execution.new_gradients(Arguments(needs.inputs)).inputs, [False]
-        statistics = self._statistics(arguments)
+        block, none = self.block, [False]
+        inputs: MaybeTensors = ()
+        if self.passing is not None:  # microbatches write into gradients of the whole batch
+            inputs = execution.new_gradients(Arguments(needs.inputs)).inputs
         # If the correction is added later, the first pass also writes the gradients of the inputs,
         # as if the statistics were constants.
         adds = self._adds_correction(arguments, needs)
-        zeros = [torch.zeros_like(statistics[0][0])] * (2 * len(statistics)) if adds else ()
+        zeros = [torch.zeros_like(arguments.prologue[1][0])] * (2 * block.num_norms) if adds else ()
         scans = microbatches.split(execution, self.resolve(arguments, zeros), saved)
-        first = needs.inputs if adds else none * len(inputs)
-        summed = Arguments(first, params=self.block.sums(needs.params))
-        found, arrived = microbatches.backward(scans, incoming, summed, inputs if adds else None)
-        own, totals = [], []
+        first = needs.inputs if adds else none * len(needs.inputs)
+        first_needs = Arguments(first, params=block.summed(needs.params))
+        written = inputs if adds else ()
+        found, arrived = microbatches.backward(scans, incoming, first_needs, written)
+        written = inputs or found[0].inputs
+        own: list[MaybeTensors] = []
+        totals: list[Sequence[Tensor]] = []
         for scan, gradients in zip(scans, found, strict=True):
-            sums = dict(zip(self.block.tensors, gradients.params, strict=True))
-            by_own = [sums[NEURON + name] for name in self.block.own]
-            own.append(scan.execution.reduce(by_own, arguments.params))
+            sums = dict(zip(block.tensors, gradients.params, strict=True))
             totals.append(self._totals(scan, sums, arguments))
-        rows = [reduce(operator.add, terms) for terms in zip(*totals, strict=True)]
-        correction, prologue = self._corrected(rows, arguments)
+            if arguments.params:
+                by_own = [sums[NEURON + name] for name in block.own]
+                own.append(scan.execution.reduce(by_own, arguments.params))
+        total = totals[0] if len(totals) == 1 else microbatches.added(totals)
+        correction, prologue = self._corrected(total, arguments)
         if adds:
-            self._add_correction(execution.layout, arguments, inputs, correction)
+            self._add_correction(execution.layout, arguments, written, correction)
         elif True in needs.inputs:
             params = self.resolve(arguments, correction).params
             # The gradients of the initial states are computed again, but not read.
             second = Arguments(needs.inputs, params=none * len(params))
             for scan, grads in zip(scans, arrived, strict=True):
                 scan = scan._replace(arguments=scan.arguments._replace(params=params))
-                scan.run(grads, second, inputs)
+                found_inputs = scan.run(grads, second, inputs).inputs
+            written = inputs or found_inputs
         states = microbatches.joined([g.states or () for g in found]) if arguments.states else []
-        return Arguments(inputs, states, microbatches.added(own), prologue)
+        return Arguments(written, states, own and microbatches.added(own), prologue)
 
     def _totals(
         self, scan: Microbatch, sums: dict[str, Tensor | None], arguments: Arguments[Tensor]
     ) -> list[Tensor]:
         """The results of `gradient_sums` for the sums of a first pass, of each norm."""
-        x, shift = arguments.inputs[0], sums["shift"]
+        x, shift, (_, *statistics) = arguments.inputs[0], sums["shift"], arguments.prologue
         assert shift is not None
         number = x.numel() / x.shape[2] if self.number is None else 1.0
         place, backend = scan.execution.layout.by_channel(len(shift)), self.block.program.backend
         found = []
-        for name, statistics in zip(SCALES, self._statistics(arguments), strict=False):
+        for name, of_norm in zip(SCALES[: self.block.num_norms], statistics, strict=False):
             scale = sums[name]
             assert scale is not None
-            found.append(gradient_sums(scale, shift, statistics, place, number, backend))
+            found.append(gradient_sums(scale, shift, of_norm, place, number, backend))
         return found
 
     def _corrected(
-        self, totals: Sequence[Tensor], arguments: Arguments[Tensor]
+        self, totals: Tensors, arguments: Arguments[Tensor]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """The correction (offset and slope of each norm), and the gradients of the prologue."""
         correction, by_weights = [], []
@@ -147,9 +154,10 @@ class BlockCall(Call):
         return correction, grads
 
     def _adds_correction(self, arguments: Arguments[Tensor], needs: Needs) -> bool:
-        """Whether a scan leaves the correction to `_add_correction`. In half precision, the
-        gradient before it would be rounded."""
-        adds, normed = self.block.adds_correction, self.block.num_norms
+        """Whether what flows through the statistics is added to gradients in memory. It takes fewer
+        instructions than a second scan, which bound a CPU, but moves more bytes. In half precision,
+        the gradient before it would be rounded."""
+        adds, normed = self.block.program.backend == "numba", self.block.num_norms
         for needed, x in zip(needs.inputs[:normed], arguments.inputs[:normed], strict=True):
             adds = adds and needed and x.dtype is torch.float32
         return adds
@@ -164,13 +172,16 @@ class BlockCall(Call):
         # Only a process with Numba kernels imports Numba.
         from spikefuse.kernels.norm_numba import add_correction
 
-        for i, (mean, *_) in enumerate(self._statistics(arguments)):
-            grad = grads[i]
+        known = layout.outer_strides
+        for i in range(self.block.num_norms):
+            grad, mean = grads[i], arguments.prologue[1 + i][0]
             assert grad is not None
-            x, written = layout.conform(arguments.inputs[i]), layout.conform(grad)
-            strides = *layout.strides(x), *layout.strides(written)
-            grouping, coefficients = (layout.inner, layout.channel_inner), correction[2 * i :]
-            add_correction(x, written, strides, grouping, (mean, *coefficients[:2]))
+            x, written = arguments.inputs[i], grad
+            if not (known.get(x.stride()) and known.get(grad.stride())):
+                x, written = layout.conform(x), layout.conform(grad)
+            strides, grouping = [*layout.strides(x), *layout.strides(written)], layout.inner
+            coefficients = mean, *correction[2 * i : 2 * i + 2]
+            add_correction(x, written, strides, (grouping, layout.channel_inner), coefficients)
             if written is not grad:
                 grad.copy_(written)
 

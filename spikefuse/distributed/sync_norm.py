@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spikefuse.block.batch_norm import CollectiveNorm
 from spikefuse.distributed.links import AxisCollectives
 from spikefuse.kernels.running import Running, update_running_stats
+from spikefuse.nn.call import active
 
 # torch.batch_norm_stats returns 1 / sqrt(variance + eps).
 _EPS = 1e-5
@@ -35,12 +36,12 @@ class AxisNorm(CollectiveNorm):
             raise ValueError(f"a batch norm received shape {list(x.shape)}: expected [N, C, ...]")
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training and self.running_mean is not None:
-            return super().forward(x)
+        # PyTorch's norm refuses one value per channel, of which other ranks have more.
+        is_captured = active.captures and torch.compiler.is_compiling() and x.numel() > x.shape[1]
+        if is_captured or (not self.training and self.running_mean is not None):
+            return super().forward(x)  # of a graph in which a norm is one over all ranks
         self._check_input_dim(x)
-        y, mean, var, count = _NormalizeOverRanks.apply(
-            x, self.weight, self.bias, self.eps, self.ranks
-        )
+        running = Running()
         if self.training and self.track_running_stats:
             batches: Tensor | None = self.num_batches_tracked
             rate: Any = self.momentum
@@ -48,9 +49,21 @@ class AxisNorm(CollectiveNorm):
                 # The mean over all batches, computed without waiting for a GPU.
                 rate = 1 / (batches + 1)
             running = Running(self.running_mean, self.running_var, batches, rate)
-            with torch.no_grad():
-                update_running_stats(running, mean, var * (count / (count - 1)))
-        return y
+        return normalize(x, running, (self.weight, self.bias, self.eps), self.ranks)
+
+
+def normalize(
+    x: Tensor,
+    running: Running,
+    affine: tuple[Tensor | None, Tensor | None, float],
+    ranks: AxisCollectives,
+) -> Tensor:
+    """A batch norm with the statistics of all ranks, by which it updates `running`; `affine` is
+    (weight, bias, eps)."""
+    y, mean, var, count = _NormalizeOverRanks.apply(x, *affine, ranks)
+    with torch.no_grad():
+        update_running_stats(running, mean, var * (count / (count - 1)))
+    return y
 
 
 def share_statistics(net: nn.Module, ranks: AxisCollectives) -> None:

@@ -25,8 +25,9 @@ from spikefuse.distributed.agreement import Agreement
 from spikefuse.distributed.faults import RankWatchdog, recording
 from spikefuse.distributed.links import AxisCollectives, PeerLink
 from spikefuse.distributed.mesh import check_axis, split_batch
-from spikefuse.distributed.sync_norm import average_statistics, share_statistics
+from spikefuse.distributed.sync_norm import average_statistics, normalize, share_statistics
 from spikefuse.events.linear import NO_EVENTS
+from spikefuse.kernels.running import Running
 from spikefuse.nn import EventLinear, Feedback, Recurrent, Temporal
 from spikefuse.nn.recurrent import NO_SHARDS
 from spikefuse.scan.state_passing import Buffers, Channel, StatePassing
@@ -172,6 +173,11 @@ class TimeShard(StatePassing):
 
     def microbatches(self, batch: int) -> list[slice]:
         return split_batch(batch, self.chunks)
+
+    def batch_norm(
+        self, x: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return normalize(x, running, (weight, bias, eps), self.collectives)
 
     def begin(self, x: Tensor, call: str, has_state: bool) -> None:
         if has_state and not self.is_first:

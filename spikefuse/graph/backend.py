@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from spikefuse.graph import operations
-from spikefuse.graph.checkpoint import checkpointed
+from spikefuse.graph.checkpoint import CHECKPOINT, checkpointed, recompute_checkpoints
 from spikefuse.graph.constant_input import compute_steps_once
 from spikefuse.graph.fuse_norms import fuse_norms
 from spikefuse.graph.layout import use_channels_last
@@ -49,10 +49,12 @@ def compile_graph(
         chunks: cut the graph into about so many segments, which backward recomputes; Inductor does
             not compile it then.
     """
+    report.graphs += 1
     apply_passes(gm, report)
     if mode == "inductor" and chunks is None:
         inductor: Any = torch._dynamo.lookup_backend("inductor")
-        return inductor(gm, example_inputs)  # type: ignore[no-any-return]
+        return inductor(gm, example_inputs)
+    recompute_checkpoints(gm)
     run = operations.saving_bits(gm if chunks is None else checkpointed(gm, chunks))
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)
     if mode == "recorded" or (mode == "auto" and on_gpu and not operations.shares_time()):
@@ -63,7 +65,8 @@ def compile_graph(
 def apply_passes(gm: fx.GraphModule, report: Report) -> None:
     """Fuse what can be fused; all else stays as it is."""
     graph = gm.graph
-    report.graphs += 1
+    for node in graph.find_nodes(op="call_function", target=CHECKPOINT):
+        apply_passes(getattr(gm, node.args[0].target), report)
     for node in reversed(graph.nodes):
         if node.target is getattr and not node.users:
             graph.erase_node(node)  # reads of a tensor's attributes, which Dynamo has guarded

@@ -60,10 +60,11 @@ class Captured:
             self.report.note("not captured: a module has backward hooks")
             return _run(function, net, args, kwargs)
         self._is_new_call, self._has_run = True, False
-        key = function, hooks, _chunks()
+        key = function, hooks, chunks_of_call()
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile(function)
+        outer, active.captures = active.captures, True
         try:
             return compiled(net, args, kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -72,6 +73,8 @@ class Captured:
             self._has_failed = True
             self.report.clear()
             self.report.note(f"capture failed: {str(error).strip().splitlines()[0]}")
+        finally:
+            active.captures = outer
         return _run(function, net, args, kwargs)
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +90,7 @@ class Captured:
         if self._is_new_call:
             self._is_new_call = False
             self.report.clear()
-        graph = compile_graph(gm, example_inputs, self.report, self.mode, _chunks())
+        graph = compile_graph(gm, example_inputs, self.report, self.mode, chunks_of_call())
 
         def run(*args: Any) -> Any:
             self._has_run = True
@@ -111,7 +114,7 @@ def _hooks_of(net: nn.Module) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def _chunks() -> int | None:
+def chunks_of_call() -> int | None:
     """The number of segments that the policy of the running call asks for; None for no segments."""
     policy = current_policy()
     return policy.chunks if isinstance(policy, Checkpoint) else None
@@ -119,7 +122,7 @@ def _chunks() -> int | None:
 
 def _run(function: Callable[..., Any], *args: Any) -> Any:
     """Run what cannot be captured, under `Checkpoint` as a single segment."""
-    return function(*args) if _chunks() is None else checkpoint(function, *args)
+    return function(*args) if chunks_of_call() is None else checkpoint(function, *args)
 
 
 # `spikefuse.nn` does not know this package.

@@ -18,14 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.passes.split_module import split_module
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from spikefuse.graph import operations
-from spikefuse.graph.nodes import arguments_of, changed_by, is_mode, name_of, value
+from spikefuse.graph.nodes import arguments_of, changed_by, is_mode, name_of, storage_of, value
 from spikefuse.memory.spikes import MIN_VALUES
 from spikefuse.nn.checkpoint import recompute
 
 _BATCH_NORMS = (F.batch_norm, operations.batch_norm)
+#: By which TorchDynamo records calls of torch.utils.checkpoint.
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -45,6 +46,18 @@ def checkpointed(gm: fx.GraphModule, chunks: int) -> fx.GraphModule:
     return split
 
 
+def recompute_checkpoints(gm: fx.GraphModule) -> None:
+    """Let backward recompute what the network calls by torch.utils.checkpoint as segments."""
+    for node in gm.graph.find_nodes(op="call_function", target=CHECKPOINT):
+        part, *inputs = node.args
+        body = getattr(gm, part.target)
+        recompute_checkpoints(body)
+        setattr(gm, part.target, Segment(body, {**_changes(gm.graph), **_changes(body.graph)}))
+        node.op, node.target, node.args, node.kwargs = "call_module", part.target, (*inputs,), {}
+        gm.graph.erase_node(part)
+    gm.recompile()
+
+
 class Segment(nn.Module):
     """A part of a graph. Backward recomputes it on copies of the tensors that the graph changes.
 
@@ -57,7 +70,7 @@ class Segment(nn.Module):
         super().__init__()
         self.part = part
         inputs = [n for n in part.graph.nodes if n.op == "placeholder"]
-        self.is_saved = [_storage(value(x)) not in changed for x in inputs]
+        self.is_saved = [storage_of(x) not in changed for x in inputs]
         #: Of the inputs that are not saved, whether their values matter.
         self.is_read = [
             _is_read(x) for x, is_saved in zip(inputs, self.is_saved, strict=True) if not is_saved
@@ -96,14 +109,9 @@ class Segment(nn.Module):
         return results
 
 
-def _storage(x: Any) -> int | None:
-    """The identity of the memory of a fake tensor; None for other values."""
-    return StorageWeakRef(x.untyped_storage()).cdata if isinstance(x, Tensor) else None
-
-
 def _changes(graph: fx.Graph) -> dict[int | None, int]:
     """By storage, the index of the last node that changes it in place."""
-    return {_storage(value(x)): i for i, n in enumerate(graph.nodes) for x in _changed_by(n)}
+    return {storage_of(x): i for i, n in enumerate(graph.nodes) for x in _changed_by(n)}
 
 
 def _changed_by(node: fx.Node) -> list[fx.Node]:
@@ -115,6 +123,10 @@ def _changed_by(node: fx.Node) -> list[fx.Node]:
             changed = arguments["running_mean"], arguments["running_var"]
     elif node.target is operations.norm_statistics:
         changed = node.args[2]
+    elif node.op == "call_module":
+        segment: Any = node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
+        is_saved = segment.is_saved
+        changed = [x for x, saved in zip(node.args, is_saved, strict=True) if not saved]
     else:
         return changed_by(node)
     return [x for x in changed if isinstance(x, fx.Node)]
@@ -139,9 +151,9 @@ def _binary_storages(graph: fx.Graph) -> set[int | None]:
             is_binary = node.args[1] in range(len(flags)) and flags[node.args[1]]
         else:
             pools = node.target in (F.max_pool2d, operations.max_pool2d)
-            is_binary = pools and _storage(value(source)) in binary
+            is_binary = pools and storage_of(source) in binary
         if is_binary:
-            binary.add(_storage(value(node)))
+            binary.add(storage_of(node))
     return binary
 
 
@@ -186,12 +198,12 @@ class _Walk:
         for i, node in enumerate(self.nodes):
             self.alive = [n for n in self.alive if self.last[n] >= i]
             if node.op == "output" or self._can_cut(i):
-                alive = {_storage(value(n)): self._saved(value(n)) for n in self.alive}
+                alive = {storage_of(n): self._saved(n) for n in self.alive}
                 yield _Place(i, self.computed, alive)
             self._step(i, node)
 
     def _step(self, i: int, node: fx.Node) -> None:
-        storage = _storage(value(node))
+        storage = storage_of(node)
         if node.op in ("placeholder", "get_attr"):
             self.computed_by[storage] = -1
         elif node in self.last and self.computed_by.setdefault(storage, i) >= 0:
@@ -208,17 +220,16 @@ class _Walk:
     def _can_cut(self, i: int) -> bool:
         """Whether the graph can be cut before node `i`: only tensors and numbers are alive, and
         none of these tensors is changed later."""
-        values = [value(n) for n in self.alive]
         return (
             self.grad
             and not self.modes
-            and all(isinstance(x, (Tensor, *_NUMBERS)) for x in values)
-            and all(self.changes.get(_storage(x), -1) < i for x in values)
+            and all(isinstance(value(n), (Tensor, *_NUMBERS)) for n in self.alive)
+            and all(self.changes.get(storage_of(n), -1) < i for n in self.alive)
         )
 
-    def _saved(self, x: Any) -> tuple[int, int]:
+    def _saved(self, node: fx.Node) -> tuple[int, int]:
         """The node that computed a tensor, and the bytes that saving it takes."""
-        storage = _storage(x)
+        x, storage = value(node), storage_of(node)
         if storage is None:
             return -1, 0
         size, num = x.untyped_storage().nbytes(), x.numel()

@@ -1,4 +1,4 @@
-"""The pass for input that is the same at each step: layers before the first neuron compute one step.
+"""The pass for input that is the same at each step: the first layers compute one step of it.
 
 A sequence is constant if its time has stride 0 (as from `encode.direct`), or if the network
 expands or repeats an image along a new first dim. Layers that treat all rows alike compute one
@@ -15,18 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from spikefuse.graph.nodes import changes_something, name_of, repeats_first_dim, value
+from spikefuse.graph.nodes import (
+    arguments_of,
+    changed_by,
+    is_mode,
+    name_of,
+    repeats_first_dim,
+    storage_of,
+    value,
+)
 from spikefuse.nn.activations import FUNCTIONS, METHODS
 
 
 def _always(node: fx.Node) -> bool:
     return True
-
-
-def _can_normalize(node: fx.Node) -> bool:
-    # One value per channel has no variance; T of them have.
-    x = value(node.args[0])
-    return bool(x.numel() > x.shape[1] * x.shape[0])
 
 
 def _has_dims(count: int) -> Callable[[fx.Node], bool]:
@@ -45,7 +47,7 @@ def _keeps_rows(node: fx.Node) -> bool:
 
 
 def _normalizes_rows(node: fx.Node) -> bool:
-    shape = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]
+    shape: Any = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]
     return len(shape) < value(node.args[0]).ndim
 
 
@@ -54,7 +56,7 @@ def _normalizes_rows(node: fx.Node) -> bool:
 ROWWISE: dict[Any, Callable[[fx.Node], bool]] = {
     F.linear: _always,
     **{conv: _has_dims(n + 3) for n, conv in enumerate((torch.conv1d, torch.conv2d, torch.conv3d))},
-    F.batch_norm: _can_normalize,
+    F.batch_norm: _always,
     F.group_norm: _always,
     F.layer_norm: _normalizes_rows,
     **{pool: _has_dims(n + 3) for n, pool in enumerate((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d))},
@@ -74,113 +76,158 @@ class _Constant:
     """A value of which all steps are the same.
 
     Attributes:
-        step: the node of one step, `[B, ...]`.
         num_steps: T.
         is_folded: whether the value is `[T * B, ...]` instead of `[T, B, ...]`.
+        is_last: whether its readers need all steps.
     """
 
-    step: fx.Node
     num_steps: Any
     is_folded: bool
+    is_last: bool = False
+
+
+@dataclass
+class _Step:
+    """The node of one step `[B, ...]`, and the number of steps or the node that computes it."""
+
+    node: fx.Node
+    num_steps: Any
 
 
 def compute_steps_once(graph: fx.Graph) -> None:
     """Apply layers to one step of constant sequences."""
-    constants: dict[fx.Node, _Constant] = {}
-    nodes = list(graph.nodes)
-    for node in nodes:
-        if changes_something(node):  # perhaps a constant sequence
-            break
-        constant = _of_source(graph, node) or _of_reader(graph, node, constants)
-        if constant is not None:
-            constants[node] = constant
+    constants = _constants(graph)
     if not any(node.target in _WORTH_IT for node in constants):
-        _remove_unread(graph, [c.step for c in constants.values()])
         return
-    for node in reversed(nodes):
-        constant = constants.get(node)
-        if constant is None or node.op == "placeholder":
+    steps: dict[fx.Node, _Step] = {}
+    for node, constant in constants.items():
+        source: Any = node.args[0] if node.args else None
+        before = constants.get(source) if isinstance(source, fx.Node) else None
+        if before is None:
+            steps[node] = _first_step(graph, node)
+        elif before.is_folded != constant.is_folded:
+            steps[node] = steps[source]
+        else:
+            steps[node] = _computed_step(graph, node, steps[source])
+    for node in reversed(constants):
+        if node.op == "placeholder":
             continue
         if any(user not in constants for user in node.users):
-            with graph.inserting_after(node):
-                repeated = _repeated(graph, node, constant)
+            repeated = _repeated(graph, steps[node], constants[node])
             node.replace_all_uses_with(repeated, delete_user_cb=lambda n: n not in constants)
         if not node.users:
             graph.erase_node(node)
-    _remove_unread(graph, [c.step for c in constants.values()])
 
 
-def _of_source(graph: fx.Graph, node: fx.Node) -> _Constant | None:
+def _constants(graph: fx.Graph) -> dict[fx.Node, _Constant]:
+    """The constant sequences, in the order of the graph."""
+    constants: dict[fx.Node, _Constant] = {}
+    ends = {storage_of(x) for node in graph.nodes for x in changed_by(node)}
+    # The caller may change what is returned, and differentiate with respect to it.
+    ends |= {storage_of(x) for x in graph.output_node().all_input_nodes}
+    for node in graph.nodes:
+        if is_mode(node):
+            break
+        constant = _of_source(node) or _of_reader(node, constants)
+        if constant is not None:
+            constant.is_last = storage_of(node) in ends
+            constants[node] = constant
+    return constants
+
+
+def _of_source(node: fx.Node) -> _Constant | None:
     """The constant sequence `[T, B, ...]` that begins here, if one does."""
     x = value(node)
     if not isinstance(x, Tensor) or x.ndim < 3 or x.shape[0] == 1:
         return None
     if node.op == "placeholder":
         # Gradients of single steps need the whole sequence.
-        if x.stride(0) != 0 or x.requires_grad:
-            return None
-        source = node
-    elif name_of(node) in ("expand", "repeat"):
-        source = node.args[0]
-        image = value(source)
-        if not isinstance(image, Tensor) or image.shape[1:] != x.shape[1:] or image.shape[0] != 1:
-            return None
-        if name_of(node) == "repeat" and not repeats_first_dim(node):
-            return None
+        is_source = x.stride(0) == 0 and not x.requires_grad
     else:
-        return None
-    first = next(n for n in graph.nodes if n.op != "placeholder")
-    with graph.inserting_before(first) if node is source else graph.inserting_after(node):
-        step = graph.call_method("select", (source, 0, 0))
-    step.meta["example_value"] = x[0]
-    return _Constant(step, x.shape[0], is_folded=False)
+        image = value(node.args[0]) if len(node.args) > 1 else None
+        is_source = isinstance(image, Tensor) and image.shape == (1, *x.shape[1:])
+        is_source &= name_of(node) == "expand" or (
+            name_of(node) == "repeat" and repeats_first_dim(node)
+        )
+    return _Constant(x.shape[0], is_folded=False) if is_source else None
 
 
-def _of_reader(
-    graph: fx.Graph, node: fx.Node, constants: dict[fx.Node, _Constant]
-) -> _Constant | None:
+def _of_reader(node: fx.Node, constants: dict[fx.Node, _Constant]) -> _Constant | None:
     """What a layer makes of a constant sequence, if that is one, too."""
     x = node.args[0] if node.op.startswith("call") and node.args else None
     known = constants.get(x) if isinstance(x, fx.Node) else None
-    if known is None or not isinstance(value(node), Tensor):
+    if known is None or known.is_last or not isinstance(value(node), Tensor):
         return None
     if sum(n in constants for n in node.all_input_nodes) > 1:
         return None
-    folded, steps = value(x), known.num_steps
-    shape = value(node).shape
+    before, after = value(x).shape, value(node).shape
     if not known.is_folded:
         folds = name_of(node) in ("flatten", "reshape", "view") and (
-            shape[1:] == folded.shape[2:] and shape[0] == folded.shape[0] * folded.shape[1]
+            after == (before[0] * before[1], *before[2:])
         )
-        return _Constant(known.step, steps, is_folded=True) if folds else None
-    if name_of(node) in ("unflatten", "reshape", "view") and len(shape) == folded.ndim + 1:
-        unfolds = shape[0] == steps and shape[2:] == folded.shape[1:]
-        return _Constant(known.step, steps, is_folded=False) if unfolds else None
+        return _Constant(known.num_steps, is_folded=True) if folds else None
+    if name_of(node) in ("unflatten", "reshape", "view"):
+        unfolds = after[:1] == (known.num_steps,) and after[2:] == before[1:]
+        return _Constant(known.num_steps, is_folded=False) if unfolds else None
     applies = ROWWISE.get(node.target)
     if applies is None or not applies(node) or node.kwargs.get("inplace"):
         return None
-    with graph.inserting_after(node):
-        step = graph.node_copy(node, lambda n: known.step if n is x else n)
-    step.meta["example_value"] = value(node).unflatten(0, (steps, -1))[0]
+    trains = node.target is F.batch_norm and arguments_of(node, F.batch_norm)["training"]
+    if trains and value(node).numel() <= after[1] * known.num_steps:
+        return None  # one value per channel has no variance; T of them have
+    return _Constant(known.num_steps, is_folded=True)
+
+
+def _first_step(graph: fx.Graph, source: fx.Node) -> _Step:
+    image: Any
+    if source.op == "placeholder":
+        image, num_steps = source, value(source).shape[0]
+        place = next(n for n in graph.nodes if n.op != "placeholder")
+    else:
+        image, num_steps = source.args[:2]
+        if isinstance(num_steps, tuple | list):
+            num_steps = num_steps[0]
+        place = source
+    with graph.inserting_before(place):
+        if isinstance(num_steps, torch.SymInt):
+            num_steps = _call_method(graph, "size", source, 0)
+        return _Step(_call_method(graph, "select", image, 0, 0), num_steps)
+
+
+def _computed_step(graph: fx.Graph, node: fx.Node, before: _Step) -> _Step:
+    """Apply the layer `node` to one step."""
+    with graph.inserting_before(node):
+        step = graph.node_copy(node, lambda n: before.node if n is node.args[0] else n)
     if node.target is F.batch_norm:
-        step.meta["repeats"] = steps * node.meta.get("repeats", 1)
-    return _Constant(step, steps, is_folded=True)
+        step.meta["repeats"] = before.num_steps
+    _compute_value(step)
+    return _Step(step, before.num_steps)
 
 
-def _repeated(graph: fx.Graph, node: fx.Node, constant: _Constant) -> fx.Node:
-    """The values of all steps, in the shape of `node`."""
-    shape = constant.num_steps, *[-1] * value(constant.step).ndim
-    steps = graph.call_method("unsqueeze", (constant.step, 0))
-    steps.meta["example_value"] = value(constant.step).unsqueeze(0)
-    steps = graph.call_method("expand", (steps, *shape))
-    steps.meta["example_value"] = value(steps.args[0]).expand(*shape)
-    if constant.is_folded:
-        steps = graph.call_method("flatten", (steps, 0, 1))
-    steps.meta["example_value"] = value(node)
-    return steps
+def _repeated(graph: fx.Graph, step: _Step, constant: _Constant) -> fx.Node:
+    """Repeat a step as often as its constant does."""
+    with graph.inserting_before(step.node.next):
+        y = _call_method(graph, "unsqueeze", step.node, 0)
+        shape = [-1] * value(step.node).ndim
+        y = _call_method(graph, "expand", y, step.num_steps, *shape)
+        if constant.is_folded:
+            y = _call_method(graph, "flatten", y, 0, 1)
+        if constant.is_last:  # in memory of its own
+            y = _call_method(graph, "clone", y, memory_format=torch.contiguous_format)
+    return y
 
 
-def _remove_unread(graph: fx.Graph, steps: list[fx.Node]) -> None:
-    for step in reversed(steps):
-        if not step.users and step in graph.nodes:
-            graph.erase_node(step)
+def _call_method(graph: fx.Graph, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+    node = graph.call_method(name, args, kwargs)
+    _compute_value(node)
+    return node
+
+
+def _compute_value(node: fx.Node) -> None:
+    """Compute the fake tensor, or other value, of a new node."""
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value)
+    function: Any = node.target
+    if node.op == "call_method":
+        function = getattr(type(args[0]), str(node.target))
+    with torch.no_grad():
+        node.meta["example_value"] = function(*args, **kwargs)

@@ -53,7 +53,9 @@ def fuse(model: M, mode: str = "auto") -> M:
             )
     names = {m: f"{name}.net." if name else "net."
              for name, m in model.named_modules() if isinstance(m, Temporal)}  # fmt: skip
-    containers = {m: Captured(mode, prefix) for m, prefix in names.items()}
+    containers: dict[nn.Module, Captured] = {
+        m: Captured(mode, prefix) for m, prefix in names.items()
+    }
     made: dict[nn.Module, nn.Module] = {}
 
     def build(module: nn.Module) -> nn.Module:
@@ -76,7 +78,7 @@ def fuse(model: M, mode: str = "auto") -> M:
     if not containers:
         vars(result)["forward"] = _Forward(result, all_captured[0])
     vars(result)["fusion"] = Fusion(tuple(c.report for c in all_captured))
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 class _Forward:

@@ -166,7 +166,7 @@ def _match(scan: ScanNode, order: dict[fx.Node, int]) -> Match:
 
 def _summands(add: fx.Node, order: dict[fx.Node, int]) -> list[Summand]:
     """Both sides of a sum, norms first, and of these the one called last first."""
-    sides = add.args
+    sides: Any = add.args
     values = [value(x) for x in sides]
     if len(sides) != 2 or add.kwargs or sides[0] is sides[1]:
         raise NotFusible("its sum is not one of two tensors")

@@ -44,7 +44,8 @@ def _merges_with_a_copy(node: fx.Node) -> bool:
     if node.target not in ("reshape", torch.reshape) or not isinstance(value(node), Tensor):
         return False
     x, y = value(node.args[0]), value(node)
-    if x.ndim != y.ndim + 1 or y.ndim < 3 or x.shape[:-3] != y.shape[:-2] or x.shape[-1] != y.shape[-1]:
+    merges = x.ndim == y.ndim + 1 and x.shape[:-3] == y.shape[:-2] and x.shape[-1] == y.shape[-1]
+    if y.ndim < 3 or not merges:
         return False
     try:
         x.view(y.shape)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 _VIEW_NAMES = (
     *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim", "contiguous"),
@@ -39,6 +40,14 @@ _MODES = re.compile("_(set_grad_enabled|(enter|exit)_(autocast|inference_mode))"
 def value(node: Any) -> Any:
     """The fake tensor, or other value, that a node has; None for what is not a node."""
     return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+
+
+def storage_of(node: Any) -> int | None:
+    """The identity of the memory of a tensor, which views share; None for other values."""
+    x = value(node)
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        return None
+    return StorageWeakRef(x.untyped_storage()).cdata
 
 
 def name_of(node: fx.Node) -> str:
@@ -168,7 +177,8 @@ def replay(graph: fx.Graph, x: fx.Node, views: list[fx.Node]) -> fx.Node:
             shape = view.args[1], *[-1] * (len(view.args) - 2)
             x = graph.call_method("expand", (x, *shape))
         else:
-            x = graph.node_copy(view, lambda n, v=view, y=x: y if n is v.args[0] else n)
+            places = {view.args[0]: x}
+            x = graph.node_copy(view, lambda n, places=places: places.get(n, n))  # type: ignore[misc]
             if x.target == "view":
                 x.target = "reshape"
     return x

@@ -395,7 +395,7 @@ class _Recording:
             if ctx.is_spent and not self.retains:
                 raise RuntimeError(
                     "a recorded network cannot run backward twice after calls in which it did so "
-                    'once: use retain_graph=True from the first call on, or spikefuse.fuse(net, '
+                    "once: use retain_graph=True from the first call on, or spikefuse.fuse(net, "
                     'mode="eager")'
                 )
             ctx.is_spent = True

@@ -88,7 +88,8 @@ class Fusion:
         notes = [note for report in self.reports for note in report.notes]
         if not graphs and not notes:
             return "not captured yet: the first call does it"
-        text = f"{len(self.fused)} of {len(self.places)} batch norms fused with the neuron after them"
+        count = f"{len(self.fused)} of {len(self.places)}"
+        text = f"{count} batch norms fused with the neuron after them"
         if graphs > len(self.reports):
             text += f", in {graphs} graphs"
         return "; ".join([text, *notes])

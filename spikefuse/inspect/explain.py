@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spikefuse.compiler import UnsupportedOperation
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import LOOP_STEPS, Explanation, Layer, SavedBytes, label
 from spikefuse.inspect.graphs import GraphObserver
-from spikefuse.inspect.observer import CallObserver, unchanged
-from spikefuse.inspect.scans import NeuronScan
+from spikefuse.inspect.observer import CallObserver, NeuronScan, unchanged
 from spikefuse.inspect.timing import copy_bandwidth, seconds
-from spikefuse.memory.policies import Checkpoint
-from spikefuse.memory.saved_tensors import SavedTensors, num_bytes
+from spikefuse.kernels.norm import by_batch
+from spikefuse.memory.saved_tensors import SavedTensors, address_of, num_bytes
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import active
 from spikefuse.nn.feedback import Feedback
@@ -36,11 +37,12 @@ def explain(
     the reason; a call of the model itself raises the error. Buffers of the model and the state of
     PyTorch's random number generators are restored.
 
-    A model with networks of `spikefuse.fuse` runs twice. The first call runs them layer by layer,
-    which takes the memory of the plain network; the last column of saved bytes comes from it. In
-    the second call they are captured anew and run as fused graphs, node by node, whatever their
-    mode: the rows of neurons, which show norms fused with them, and the saved bytes are those of
-    the graphs. Norms that were not fused are listed with the reason.
+    A model with networks of `spikefuse.fuse`, or with the policy `Checkpoint`, runs twice. The
+    first call runs each layer on its own, which takes the memory of the plain network and shows
+    what eager PyTorch would save. In the second call, the networks are captured anew and run as
+    fused graphs, in the mode "eager": it shows the kernels of neurons with the norms fused with
+    them, what is saved, and why other norms were not fused. What the segments of `Checkpoint` save
+    counts for the network. Inside `spikefuse.record` there is no second call.
 
     Args:
         model: a network.
@@ -58,59 +60,54 @@ def explain(
     """
     call, graphs = CallObserver(model), GraphObserver(model)
     with unchanged(model, inputs):
-        saved, eager = _observe(call, model, inputs, keywords)
-        scans = call.scans
-        # Under an observer, networks are not captured.
-        if call.is_captured and active.observer is None and not any(s.reason for s in scans):
-            saved_in_graphs, _ = _observe(graphs, model, inputs, keywords)
-            if any(report.graphs for report in graphs.reports):
-                saved, scans = saved_in_graphs, _with_graphs(scans, graphs.scans)
+        with call.observing():
+            outputs = model(*inputs, **keywords)
+        saved, eager, scans = _saved(model, call), _saved_eagerly(model, call), call.scans
+        del outputs  # Saved tensors live as long as the outputs.
+        if call.is_captured and active.observer is None:
+            # A network with a neuron that cannot be compiled has no graphs.
+            with contextlib.suppress(UnsupportedOperation), graphs.observing():
+                outputs = model(*inputs, **keywords)
+                if any(report.graphs for report in graphs.reports):
+                    saved, scans = _saved(model, graphs), _with_graphs(scans, graphs.scans)
+                del outputs
         layers = tuple(_layer(scan, time) for scan in scans)
     timed = [scan for scan in scans if _is_timed(scan, time)]
-    called = _called(call, graphs)
-    neurons = {name: m for m, name in call.names.items() if isinstance(m, Neuron)}
-    ours = called.union(*(m.modules() for m in neurons.values()))
-    leaves = [m for m in model.modules() if not any(m.children())]
-    recomputed = _recomputed(call)
+    neurons = {name: m for name, m in call.modules.items() if isinstance(m, Neuron)}
+    ours = {m for scan in scans for m in scan.modules}
+    ours = ours.union(*(neuron.modules() for neuron in neurons.values()))
+    others = [m for m in model.modules() if not any(m.children()) and m not in ours]
+    labels = {scan.name: scan.label for scan in scans}
     return Explanation(
         layers=layers,
-        saved=tuple(_saved_rows(call, scans, saved, eager, recomputed)),
-        not_called=tuple(name for name, m in neurons.items() if m not in called),
-        num_others=sum(m not in ours and not isinstance(m, Temporal) for m in leaves),
+        saved=tuple(_saved_rows(call, labels, saved, eager)),
+        not_called=tuple(name for name in neurons if not _was_called(name, call)),
+        num_others=sum(not isinstance(m, Temporal | EventLinear) for m in others),
         bandwidth=copy_bandwidth(timed[0].inputs[0].device) if timed else None,
-        events=tuple(_events(call)),
-        loops=tuple(_loops(call)),
-        recomputed=recomputed,
-        unfused=tuple(dict.fromkeys(_unfused(graphs))),
+        notes=tuple(dict.fromkeys(_notes(call, graphs))),
     )
 
 
-def _observe(
-    observer: CallObserver, model: nn.Module, inputs: Any, keywords: Any
-) -> tuple[Counter[str], Counter[str]]:
-    """Call a model: the bytes that each layer saves, and that it would save in PyTorch alone."""
-    with observer.observing():
-        outputs = model(*inputs, **keywords)
-    ignored = {_address(x) for x in (*model.parameters(), *model.buffers())}
+def _saved(model: nn.Module, call: CallObserver) -> Counter[str]:
+    """The bytes that each layer saves."""
     saved = Counter[str]()
-    for size in observer.saved.sizes(ignored):
+    for size in call.saved.sizes([*model.parameters(), *model.buffers()]):
         saved[size.layer] += size.now
-    eager = _saved_eagerly(observer, ignored)
-    del outputs  # Saved tensors live as long as the outputs.
-    return saved, eager
+    return saved
 
 
-def _saved_eagerly(call: CallObserver, ignored: set[int]) -> Counter[str]:
+def _saved_eagerly(model: nn.Module, call: CallObserver) -> Counter[str]:
     """The bytes that each layer would save in PyTorch alone."""
     eager = Counter[str]()
     counted: set[int] = set()  # addresses that `eager` includes
 
     def count(layer: str, x: Tensor) -> None:
-        if _address(x) not in counted:
-            counted.add(_address(x))
+        if address_of(x) not in counted:
+            counted.add(address_of(x))
             eager[layer] += num_bytes(x)
 
-    for size in call.saved.sizes(ignored, call.layers.keys() - {scan.name for scan in call.scans}):
+    ordinary = call.layers.keys() - {scan.name for scan in call.scans}
+    for size in call.saved.sizes([*model.parameters(), *model.buffers()], ordinary):
         eager[size.layer] += size.unpacked
         counted.add(size.address)
     for layer, x, num in call.pooled:
@@ -118,59 +115,38 @@ def _saved_eagerly(call: CallObserver, ignored: set[int]) -> Counter[str]:
         eager[layer] += 7 * num
         count(layer, x)
     for scan in call.scans:
-        if scan.run_eagerly is None:
-            continue
         num_steps = len(scan.inputs[0])
         measured = min(num_steps, LOOP_STEPS)
-        inputs, others = _saved_by_loop(scan, measured)
+        saved, others = _saved_by_loop(scan, measured)
         if num_steps > measured:
             per_step = others - _saved_by_loop(scan, measured - 1)[1]
             others += (num_steps - measured) * per_step
         eager[scan.name] += others
-        for x in inputs:
-            count(scan.name, x)
+        for x in scan.inputs:
+            if address_of(x) in saved:
+                count(scan.name, x)
     return eager
 
 
-def _saved_by_loop(scan: NeuronScan, num_steps: int) -> tuple[list[Tensor], int]:
-    """What PyTorch alone would save for the first steps: (saved inputs, other bytes)."""
+def _saved_by_loop(scan: NeuronScan, num_steps: int) -> tuple[set[int], int]:
+    """What PyTorch alone would save for the first steps: (addresses, bytes besides the inputs)."""
     saved = SavedTensors()
     with saved.hooks():
-        outputs, _ = scan.forward(scan.run_eagerly, num_steps)
-    sizes = list(saved.sizes({_address(x) for x in scan.parameters}))
+        outputs, _ = scan.forward(num_steps, eager=True)
+    sizes, inputs = [*saved.sizes(scan.parameters)], {*map(address_of, scan.inputs)}
     del outputs
-    addresses = {size.address for size in sizes}
-    inputs = [x for x in scan.inputs if _address(x) in addresses]
-    counted = {_address(x) for x in inputs}
-    return inputs, sum(size.now for size in sizes if size.address not in counted)
-
-
-def _address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+    others = sum(size.now for size in sizes if size.address not in inputs)
+    return {size.address for size in sizes}, others
 
 
 def _saved_rows(
-    call: CallObserver,
-    scans: Sequence[NeuronScan],
-    saved: Counter[str],
-    eager: Counter[str],
-    recomputed: Sequence[str],
+    call: CallObserver, labels: dict[str, str], saved: Counter[str], eager: Counter[str]
 ) -> Iterator[SavedBytes]:
-    types = {**call.layers, **{scan.name: scan.label for scan in scans}}
-    on_events = {name for m, name in call.names.items() if isinstance(m, EventLinear)}
     for name in dict.fromkeys((*call.layers, *saved)):
-        if any(r in ("", name) or name.startswith(f"{r}.") for r in recomputed):
-            continue
-        known = None if name in on_events else eager[name]
-        if saved[name] or known:
-            yield SavedBytes(name, types.get(name, ""), saved[name], known)
-
-
-def _recomputed(call: CallObserver) -> tuple[str, ...]:
-    """The names of the networks whose layers backward recomputes."""
-    networks = [n for m, n in call.names.items()
-                if isinstance(m, Temporal) and isinstance(m.memory, Checkpoint)]  # fmt: skip
-    return tuple(n for n in networks if n in call.layers and torch.is_grad_enabled())
+        is_known = not isinstance(call.modules.get(name), EventLinear)
+        if saved[name] or (is_known and eager[name]):
+            module = labels.get(name) or call.layers.get(name, "")
+            yield SavedBytes(name, module, saved[name], eager[name] if is_known else None)
 
 
 def _with_graphs(scans: Sequence[NeuronScan], fused: Sequence[NeuronScan]) -> list[NeuronScan]:
@@ -180,52 +156,44 @@ def _with_graphs(scans: Sequence[NeuronScan], fused: Sequence[NeuronScan]) -> li
     return [s for n in names for s in (fused if n in in_graphs else scans) if s.name == n]
 
 
-def _called(call: CallObserver, graphs: GraphObserver) -> set[nn.Module | None]:
-    """The neurons that ran, with layers around them and norms in blocks with them."""
-    called: set[nn.Module | None] = {m for scan in call.scans for m in scan.modules}
-    for module, name in call.names.items():
-        is_loop = isinstance(module, Feedback) and name in call.layers
-        if is_loop or isinstance(module, EventLinear):
-            called |= {module, module.neuron}
-    fused = {p.norm for report in graphs.reports for p in report.places if p.reason is None}
-    return called.union(module for module, name in call.names.items() if name in fused)
+def _was_called(neuron: str, call: CallObserver) -> bool:
+    """Whether a neuron ran, on its own or as a part of a layer."""
+    layer = neuron.rpartition(".")[0]
+    is_part = isinstance(call.modules.get(layer), EventLinear | Feedback)
+    return neuron in call.layers or (is_part and layer in call.layers)
 
 
-def _unfused(graphs: GraphObserver) -> Iterator[str]:
-    for report in graphs.reports:
-        for place in report.places:
-            if place.reason is not None:
-                yield f"{label(place.norm)}: batch norm, not fused: {place.reason}"
-        for note in report.notes:
-            yield f"{label(report.prefix.rstrip('.'))}: {note}"
-
-
-def _loops(call: CallObserver) -> Iterator[str]:
-    for layer, name in call.names.items():
-        if isinstance(layer, Feedback) and name in call.layers:
+def _notes(call: CallObserver, graphs: GraphObserver) -> Iterator[str]:
+    for name, layer in call.modules.items():
+        if isinstance(layer, EventLinear):
+            yield f"{label(name)}: EventLinear, {_on_events(layer)}"
+        elif isinstance(layer, Feedback) and name in call.layers:
             yield (
                 f"{label(name)}: Feedback, a Python loop over time: each step calls "
                 f"{type(layer.body).__name__} and a kernel of {type(layer.neuron).__name__}; on a "
                 "GPU, sf.graph_step records it"
             )
+    for report in graphs.reports:
+        for place in report.places:
+            if place.reason is not None:
+                yield f"{label(place.norm)}: batch norm, not fused: {place.reason}"
+        network = label(report.prefix.rstrip("."))
+        if report.graphs > 1:
+            yield f"{network}: captured in several graphs; it saves what layers of later ones save"
+        for note in report.notes:
+            yield f"{network}: {note}"
 
 
-def _events(call: CallObserver) -> Iterator[str]:
-    for layer, name in call.names.items():
-        if not isinstance(layer, EventLinear):
-            continue
-        widths = f"{label(name)}: EventLinear, {layer.in_features} to {layer.out_features}"
-        activity = layer.activity
-        if activity is None:
-            yield f"{widths}: not called"
-        else:
-            candidates = activity.candidates / max(activity.sites, 1)
-            dropped = activity.dropped + activity.dropped_candidates
-            yield (
-                f"{widths}, on {activity.choice.impl} ({activity.choice.reason}): "
-                f"{activity.rate:.2%} of the inputs fired, {candidates:.2%} listed, {dropped} "
-                "dropped"
-            )
+def _on_events(layer: EventLinear) -> str:
+    widths, activity = f"{layer.in_features} to {layer.out_features}", layer.activity
+    if activity is None:
+        return f"{widths}: not called"
+    candidates = activity.candidates / max(activity.sites, 1)
+    dropped = activity.dropped + activity.dropped_candidates
+    return (
+        f"{widths}, on {activity.choice.impl} ({activity.choice.reason}): {activity.rate:.2%} of "
+        f"the inputs fired, {candidates:.2%} listed, {dropped} dropped"
+    )
 
 
 def _is_timed(scan: NeuronScan, time: bool | None) -> bool:
@@ -267,11 +235,12 @@ def _bytes_moved(scan: NeuronScan) -> int:
     """Return the bytes that must move; batch statistics take one more pass in each direction."""
     outputs, leaves = scan.forward()
     once = sum(map(num_bytes, (*scan.inputs, *outputs)))
-    forward = once + sum(map(num_bytes, scan.inputs[: scan.num_normalized]))
+    twice = [x for norm, x in zip(scan.norms, scan.inputs, strict=False) if by_batch(norm)]
+    forward = once + sum(map(num_bytes, twice))
     if not leaves:
         return forward
     gradients = sum(x.nbytes for x in scan.inputs if x.requires_grad)
-    return forward + (2 if scan.num_normalized else 1) * once + gradients
+    return forward + (2 if twice else 1) * once + gradients
 
 
 def _copied_inputs(inputs: Sequence[Tensor], names: Sequence[str]) -> Iterator[str]:

@@ -87,11 +87,8 @@ class Explanation:
         not_called: names of the neurons that were not called.
         num_others: number of modules without submodules that are not neurons.
         bandwidth: bytes per second that a copy reads and writes, or None if not measured.
-        events: a line per `EventLinear`: its implementation, the reason, and its input activity.
-        loops: a line per `Feedback`, whose steps run one after the other.
-        recomputed: names of the networks that `Checkpoint` recomputes in backward. Their layers
-            have no rows, except those that are not recomputed.
-        unfused: a line per batch norm of `fuse` that was called and not fused, with the reason.
+        notes: lines on layers on events, on loops over time, and on batch norms of `fuse` that were
+            not fused, with the reason.
     """
 
     layers: tuple[Layer, ...]
@@ -99,24 +96,16 @@ class Explanation:
     not_called: tuple[str, ...]
     num_others: int
     bandwidth: float | None
-    events: tuple[str, ...] = ()
-    loops: tuple[str, ...] = ()
-    recomputed: tuple[str, ...] = ()
-    unfused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = _table(self.layers) if self.layers else []
         for layer in self.layers:
             lines += [f"{label(layer.name)}: {note}" for note in layer.notes]
-        lines += [*self.events, *self.loops, *self.unfused]
-        for name in self.recomputed:
-            lines.append(
-                f"{label(name)}: memory=Checkpoint() recomputes its layers in backward; they and "
-                "what it saves are not shown: explain it with Recompute()"
-            )
+        lines += self.notes
         if self.not_called:
             lines.append(f"not called: {', '.join(self.not_called)}")
-        lines += ["", *_saved_table(self.saved, not self.recomputed), ""] if self.saved else []
+        lines += ["", *_saved_table(self.saved), ""] if self.saved else []
         return "\n".join([*lines, *_legend(self)])
 
     __repr__ = __str__
@@ -143,12 +132,12 @@ def _table(layers: Sequence[Layer]) -> list[str]:
     return aligned(rows, numbers_from=6)
 
 
-def _saved_table(layers: Sequence[SavedBytes], are_all: bool) -> list[str]:
+def _saved_table(layers: Sequence[SavedBytes]) -> list[str]:
     known = [x.eager for x in layers if x.eager is not None]
     eager = sum(known) if len(known) == len(layers) else None
-    total = [SavedBytes("total", "", sum(x.now for x in layers), eager)] if are_all else []
+    total = SavedBytes("total", "", sum(x.now for x in layers), eager)
     rows = [["layer", "module", "saved", "by eager PyTorch"]]
-    for row in (*layers, *total):
+    for row in (*layers, total):
         shown = "–" if row.eager is None else in_bytes(row.eager)
         rows.append([label(row.name), row.module, in_bytes(row.now), shown])
     return aligned(rows, numbers_from=2)

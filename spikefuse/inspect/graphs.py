@@ -1,4 +1,4 @@
-"""Observe the graphs that captured networks run as."""
+"""Observe captured networks as the graphs that they run as."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, fx, nn
 
 from spikefuse.graph import operations
 from spikefuse.graph.backend import Graph, apply_passes
-from spikefuse.graph.captured import Captured
+from spikefuse.graph.captured import Captured, chunks_of_call
+from spikefuse.graph.checkpoint import checkpointed
 from spikefuse.graph.nodes import module_of
 from spikefuse.graph.report import Report
-from spikefuse.inspect.observer import OUTSIDE, CallObserver
-from spikefuse.inspect.scans import NeuronScan, leaf
+from spikefuse.inspect.observer import OUTSIDE, CallObserver, NeuronScan, leaf, stance
 from spikefuse.neurons.definition import Neuron
-from spikefuse.nn.call import current_policy, saving_spikes
+from spikefuse.nn.call import active, current_policy
 from spikefuse.scan.program import program
 
 _SCANS = {operations.scan, operations.run_block}
@@ -27,7 +27,7 @@ class GraphObserver(CallObserver):
     by node.
 
     Attributes:
-        reports: what was fused in each network.
+        reports: what was fused in each call of a network.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,93 +37,84 @@ class GraphObserver(CallObserver):
     def network(
         self, function: Callable[..., Any], net: nn.Module, args: Sequence[Any], kwargs: Any
     ) -> Any:
-        """Run a network as graphs."""
-        graphs = _Graphs(net, self)
+        """Capture and run a network."""
+        graphs, layer = _Graphs(self.names.get(net, OUTSIDE), self), self.layer
         self.reports.append(graphs.report)
-        with self.paused():
-            return graphs(function, net, args, kwargs)
+        # TorchDynamo would capture the hooks, too.
+        self._hooks.close()
+        active.observer = None
+        try:
+            with stance("default"):
+                return graphs(function, net, args, kwargs)
+        finally:
+            active.observer, self.layer = self, layer
+            self._hook()
 
 
 class _Graphs(Captured):
-    """Captures a network and runs its graphs node by node, uncut.
+    """Runs the graphs of a network, whose name in the model is `name`, node by node."""
 
-    Attributes:
-        name: of the network in the model.
-        modules: those of the network, by their names in the model.
-    """
-
-    def __init__(self, net: nn.Module, observer: CallObserver) -> None:
-        self.name = observer.names.get(net, OUTSIDE)
-        super().__init__("eager", f"{self.name}." if self.name else "")
-        self.observer = observer
-        modules = net.named_modules(remove_duplicate=False)
-        self.modules = {self.name_of(path): module for path, module in modules}
-
-    def name_of(self, path: str) -> str:
-        return ".".join(filter(None, (self.name, path)))
-
-    def label(self, neuron: str) -> str:
-        """The types of a neuron and of what was fused with it."""
-        places = {p.norm: p for p in self.report.places if p.neuron == neuron}
-        types = [type(self.modules[norm]).__name__ for norm in places]
-        types += ["residual"] * (len(places) == 1 and any(p.residual for p in places.values()))
-        return " + ".join([*types, type(self.modules[neuron]).__name__])
+    def __init__(self, name: str, observer: CallObserver) -> None:
+        super().__init__("eager", name and f"{name}.")
+        self.name, self.observer = name, observer
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Graph:
         apply_passes(gm, self.report)
-
-        def run(*args: Any) -> Any:
-            with saving_spikes(current_policy()):
-                return _Nodes(gm, self).run(*args)
-
-        return run
+        chunks = chunks_of_call()
+        if chunks is not None:
+            gm = checkpointed(gm, chunks)
+        for part in gm.modules():
+            if isinstance(part, fx.GraphModule):
+                vars(part)["forward"] = _Nodes(part, self).run
+        return operations.saving_bits(gm)
 
 
 class _Nodes(fx.Interpreter):
-    """Runs a graph, and tells an observer which layer runs and which scans."""
+    """Tells an observer which layer a node belongs to, and which scans run."""
 
     def __init__(self, gm: fx.GraphModule, graphs: _Graphs) -> None:
         super().__init__(gm)
-        self.graphs = graphs
-        #: What statistics have read.
+        self.graphs, self.observer = graphs, graphs.observer
+        #: What the statistics of norms were computed from.
         self.read: dict[fx.Node, dict[fx.Node, Any]] = {}
 
     def run_node(self, node: fx.Node) -> Any:
-        graphs, name = self.graphs, self.graphs.name_of(module_of(node))
-        module = graphs.modules.get(name)
-        graphs.observer.layer = graphs.observer.names.get(module, name) if module else name
+        name = f"{self.graphs.report.prefix}{module_of(node)}".rstrip(".")
+        module = self.observer.modules.get(name)
+        self.observer.layer = self.graphs.name if module is None else name
         result = super().run_node(node)
         if node.target is operations.norm_statistics:
             self.read[node] = self._inputs(node)
         elif node.target in _SCANS and isinstance(module, Neuron):
-            graphs.observer.scans.append(self._scan(node))
+            self.observer.scans.append(self._scan(node, name))
         return result
 
     def _inputs(self, node: fx.Node) -> dict[fx.Node, Any]:
         return {n: self.env[n] for n in node.all_input_nodes}
 
-    def _scan(self, node: fx.Node) -> NeuronScan:
-        name = self.graphs.observer.layer
+    def _scan(self, node: fx.Node, name: str) -> NeuronScan:
         statistics = [n for n in node.all_input_nodes if n in self.read]
         values = self._inputs(node)
         for each in statistics:
-            del values[each]
             values |= self.read[each]
         nodes = [n for n, x in values.items() if isinstance(x, Tensor)]
 
-        def run(tensors: Sequence[Tensor]) -> Any:
+        def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             known = {**values, **dict(zip(nodes, tensors, strict=True))}
             for each in (*statistics, node):
-                known[each] = each.target(*fx.node.map_arg(each.args, known.__getitem__))
-            return known[node]
+                target: Any = each.target
+                known[each] = target(*fx.node.map_arg(each.args, known.__getitem__))
+            results: Sequence[Tensor] = known[node]
+            return results
 
         kernels: Any = node.args[0]
+        places = [p for p in self.graphs.report.places if p.neuron == name]
+        norms = [self.observer.modules[p.norm] for p in places]
         return NeuronScan(
             name=name,
-            label=self.graphs.label(name),
+            modules=(*dict.fromkeys(norms), self.observer.modules[name]),
             tensors=[leaf(values[n]) for n in nodes],
             num_inputs=len(program(kernels).step.inputs),
-            num_normalized=len(statistics),
             run=run,
             program=kernels,
             memory=current_policy(),

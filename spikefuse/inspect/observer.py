@@ -7,23 +7,102 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from spikefuse.block import block
+from spikefuse.block.definition import Kind
+from spikefuse.block.program import prepare_block
 from spikefuse.compiler import UnsupportedOperation
-from spikefuse.inspect.scans import NeuronScan, scan_of_call
+from spikefuse.kernels.norm import by_batch
+from spikefuse.memory.policies import Policy
 from spikefuse.memory.saved_tensors import SavedTensors
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Observer, Scan, active, current_policy, observing
 from spikefuse.nn.feedback import Feedback
-from spikefuse.nn.neuron import backend_of, check_module
+from spikefuse.nn.neuron import backend_of, check_module, scan_neuron
+from spikefuse.scan.layout import flatten_steps, unflatten_steps
+from spikefuse.scan.op import choose
 from spikefuse.scan.records import Arguments, Results, Wanted
 
 OUTSIDE = "(not in the model)"
+
+
+@dataclass(frozen=True)
+class NeuronScan:
+    """One scan of a neuron, or of a block of norms and neuron, which can run once more.
+
+    Attributes:
+        name: the neuron's qualified name in the model.
+        modules: the norms of a block, a recurrent layer, and the neuron.
+        tensors: inputs `[T, B, ...]`, then others, such as initial states.
+        num_inputs: how many of them are inputs.
+        run: computes the outputs from such tensors; with `eager=True` as PyTorch alone would.
+        program: the name of its kernels; None on the reference.
+        memory: the policy in effect.
+        reason: why it ran on the reference, or "".
+        grad: whether gradients were enabled.
+    """
+
+    modules: tuple[nn.Module, ...]
+    tensors: list[Tensor]
+    num_inputs: int
+    run: Callable[..., Sequence[Tensor]]
+    program: str | None
+    memory: Policy
+    grad: bool
+    name: str = ""
+    reason: str = ""
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return self.tensors[: self.num_inputs]
+
+    @property
+    def norms(self) -> list[_BatchNorm]:
+        return [m for m in self.modules if isinstance(m, _BatchNorm)]
+
+    @property
+    def label(self) -> str:
+        """The types of the modules, such as "BatchNorm2d + residual + LIF"."""
+        types = [type(m).__name__ for m in self.modules]
+        if len(self.norms) == 1 < self.num_inputs:
+            types.insert(1, "residual")
+        return " + ".join(types)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters and buffers."""
+        return [x for m in self.modules for x in (*m.parameters(), *m.buffers())]
+
+    def forward(
+        self, num_steps: int | None = None, **options: Any
+    ) -> tuple[Sequence[Tensor], list[Tensor]]:
+        """Run the scan on new leaves: (outputs, leaves that receive a gradient in backward).
+
+        Args:
+            num_steps: the number of leading steps to run, None for all.
+            options: of `run`.
+        """
+        tensors = [leaf(x[:num_steps]) for x in self.inputs]
+        tensors += map(leaf, self.tensors[self.num_inputs :])
+        with torch.set_grad_enabled(self.grad):
+            outputs = self.run(tensors, **options)
+        if not any(y.requires_grad for y in outputs):
+            return outputs, []
+        return outputs, [x for x in (*tensors, *self.parameters) if x.requires_grad]
+
+
+def leaf(x: Tensor) -> Tensor:
+    """Return `x` as a leaf that requires a gradient if `x` does."""
+    return x.detach().requires_grad_(x.requires_grad)
+
 
 # Module hooks are global, so one thread observes at a time.
 _lock = threading.RLock()
@@ -34,6 +113,7 @@ class ModuleObserver(Observer):
 
     Attributes:
         names: the qualified name of each module in the model, without the modules inside neurons.
+        modules: the modules by name.
         layer: name of the running layer, "" outside.
     """
 
@@ -41,7 +121,8 @@ class ModuleObserver(Observer):
         check_module("model", model)
         neurons = [m for m in model.modules() if isinstance(m, Neuron)]
         inner = {m for neuron in neurons for m in neuron.modules()}.difference(neurons)
-        self.names = {m: name for name, m in model.named_modules() if m not in inner}
+        self.modules = {name: m for name, m in model.named_modules() if m not in inner}
+        self.names = {m: name for name, m in self.modules.items()}
         self.layer = ""
         self._thread = threading.get_ident()
         self._outer: list[str] = []
@@ -49,35 +130,21 @@ class ModuleObserver(Observer):
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
         # Compiled modules would not call the hooks.
-        with _lock, _stance("force_eager"), observing(self), warnings.catch_warnings():
+        with _lock, stance("force_eager"), observing(self), warnings.catch_warnings():
             # The hooks also run for the wrapper that torch.compile returns, which does no harm.
             warnings.filterwarnings("ignore", "Using `torch.compile.* global hooks")
             self._hook()
             try:
                 yield
             finally:
-                self._unhook()
+                self._hooks.close()
 
     def _hook(self) -> None:
         # Global hooks, which also see neurons outside the model.
-        enter = register_module_forward_pre_hook(self._enter)
-        self._hooks = enter, register_module_forward_hook(self._leave, always_call=True)
-
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let what runs in a `with` block be compiled, without hooks, which are compiled, too."""
-        layer, active.observer = self.layer, None
-        self._unhook()
-        try:
-            with _stance("default"):
-                yield
-        finally:
-            self.layer, active.observer = layer, self
-            self._hook()
+        self._hooks = contextlib.ExitStack()
+        self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
+        leave = register_module_forward_hook(self._leave, always_call=True)
+        self._hooks.callback(leave.remove)
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         if threading.get_ident() == self._thread:
@@ -99,8 +166,8 @@ class ModuleObserver(Observer):
         """See the output of a layer."""
 
 
-def _stance(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Let torch.compile do as `torch.compiler.set_stance` says, if it is in use."""
+def stance(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Set the stance of torch.compile, if it is in use; see `torch.compiler.set_stance`."""
     is_used = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance(name) if is_used else contextlib.nullcontext()
 
@@ -113,7 +180,7 @@ class CallObserver(ModuleObserver):
         layers: the type of each layer by name, in the order of the calls.
         scans: the scans of neurons and blocks.
         pooled: (layer, input, number of outputs) of each differentiable max pooling by our kernels.
-        is_captured: whether a network would run as a fused graph.
+        is_captured: whether a network ran that would run as a fused graph without an observer.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -153,11 +220,9 @@ class CallObserver(ModuleObserver):
                 reason = f"not compiled, which a call raises as an error: {error}"
                 wanted = wanted._replace(impl="reference")
                 results = super().scan(neuron, scan, arguments, wanted)
+            recorded = _recorded(neuron, scan, arguments, wanted)
             name = self.names.get(neuron, OUTSIDE)
-            found = scan_of_call(name, neuron, scan, arguments, wanted, current_policy())
-            found = replace(found, reason=reason)
-            self.layers[name] = found.label
-            self.scans.append(found)
+            self.scans.append(replace(recorded, name=name, reason=reason))
         finally:
             self._leave(neuron, (), None)
         return results
@@ -171,9 +236,57 @@ class CallObserver(ModuleObserver):
     def network(
         self, function: Callable[..., Any], net: nn.Module, args: Sequence[Any], kwargs: Any
     ) -> Any:
-        """Run a network that would run as a fused graph, layer by layer."""
+        """Run a network layer by layer that would run as a fused graph."""
         self.is_captured = True
         return super().network(function, net, args, kwargs)
+
+
+def _recorded(
+    neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
+) -> NeuronScan:
+    inputs, states = arguments.inputs, arguments.states or ()
+    norms, memory = (), None
+    if isinstance(scan, partial) and scan.func is block.scan:
+        norms, _, memory = scan.args
+
+    def run(tensors: Sequence[Tensor], eager: bool = False) -> Sequence[Tensor]:
+        xs, state = tensors[: len(inputs)], tensors[len(inputs) :] or None
+        if not eager:
+            return scan(Arguments(xs, state), wanted).outputs
+        xs, call = ([_sum(norms, xs)], partial(scan_neuron, neuron)) if norms else (xs, scan)
+        return call(Arguments(xs, state), wanted._replace(impl="reference")).outputs
+
+    return NeuronScan(
+        modules=(*norms, *dict.fromkeys((getattr(scan, "__self__", neuron), neuron))),
+        tensors=[*map(leaf, (*inputs, *states))],
+        num_inputs=len(inputs),
+        run=run,
+        program=_program_of(neuron, norms, inputs, wanted),
+        memory=memory or current_policy(),
+        grad=torch.is_grad_enabled(),
+    )
+
+
+@torch.no_grad()
+def _program_of(
+    neuron: Neuron, norms: Sequence[_BatchNorm], inputs: Sequence[Tensor], wanted: Wanted
+) -> str | None:
+    if wanted.impl == "reference":
+        return None
+    if not norms:
+        return choose(neuron, inputs[0], wanted)[0]
+    kind = Kind(len(inputs) > 1, by_batch(norms[0]), len(norms) > 1)
+    return prepare_block(neuron, wanted.impl, kind, wanted.outputs).name
+
+
+def _sum(norms: Sequence[_BatchNorm], inputs: Sequence[Tensor]) -> Tensor:
+    """The sum of the inputs, of which the first are normalized, by PyTorch's operations."""
+    values = list(inputs)
+    for i, norm in enumerate(norms):
+        # Not by SyncBatchNorm's own, which needs a GPU.
+        y = _BatchNorm.forward(norm, flatten_steps(inputs[i]))
+        values[i] = unflatten_steps(y, len(inputs[i]))
+    return sum(values[1:], values[0])
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,9 +34,9 @@ class Operations(NamedTuple):
     nonzero: float = 0.0
     inputs: float = 0.0
 
-    def plus(self, other: Operations, share: float = 1.0) -> Operations:
-        """Return the sums with a share of `other`."""
-        return Operations(*[a + share * b for a, b in zip(self, other, strict=True)])
+    def plus(self, other: Operations) -> Operations:
+        """Return the sums."""
+        return Operations(*map(sum, zip(self, other, strict=True)))
 
 
 def count_operations(
@@ -110,41 +110,33 @@ def _added(weights: Container[int], y: Tensor, input: Tensor, *factors: Tensor) 
 
 
 def _convolution(
-    weights: Container[int],
-    y: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
+    weights: Container[int], y: Tensor, input: Tensor, weight: Tensor, _: Any, *settings: Any
 ) -> Counted:
+    """Settings are stride, padding, dilation, whether it is transposed, and more, then groups."""
+    *windows, transposed, _, groups = settings
     size, nonzero = weight.shape[2:], input != 0
-    dense = float((input if transposed else y).numel() * weight[0].numel())
+    dense, num = (
+        float((input if transposed else y).numel() * weight[0].numel()),
+        float(input.numel()),
+    )
     if not is_ternary(input):
-        sums = float(nonzero.sum()), float(input.numel())
-        return input, Operations(0.0, dense, dense, *sums)
+        return input, Operations(0.0, dense, dense, float(nonzero.sum()), num)
     counts = nonzero.flatten(0, -len(size) - 1).sum(0, dtype=torch.float64)
     total = counts
     # A list of one setting is for all dims.
-    settings = (v * len(size) if len(v) == 1 else v for v in (stride, padding, dilation))
-    by_dim = [*zip(input.shape[2:], y.shape[2:], size, *settings, strict=True)]
-    for n, m, *window in reversed(by_dim):
-        total = total @ _windows(n, m, transposed, *window).to(counts)
+    windows = [v * len(size) if len(v) == 1 else v for v in windows]
+    for i in reversed(range(len(size))):
+        window = (size[i], *(v[i] for v in windows))
+        total = total @ _readers(input.shape[2 + i], y.shape[2 + i], transposed, window).to(counts)
     channels = weight.shape[1] if transposed else len(weight) // groups
-    sums = counts.sum().item(), float(input.numel())
-    return input, Operations(total.item() * channels, 0.0, dense, *sums)
+    return input, Operations(total.item() * channels, 0.0, dense, counts.sum().item(), num)
 
 
-def _windows(
-    inputs: int, outputs: int, transposed: bool, kernel: int, stride: int, padding: int, dilation: int
-) -> Tensor:
-    """By position of the input, along one dim, the number of weights that read it."""
-    windows = torch.arange(inputs if transposed else outputs)[:, None]
-    places = windows * stride - padding + torch.arange(kernel) * dilation
+def _readers(inputs: int, outputs: int, transposed: bool, window: Sequence[int]) -> Tensor:
+    """By position of the input, along one dim, the number of weights of a window that read it."""
+    kernel, stride, padding, dilation = window
+    starts = torch.arange(inputs if transposed else outputs)[:, None] * stride - padding
+    places = starts + torch.arange(kernel) * dilation
     if transposed:
         return ((places >= 0) & (places < outputs)).sum(1)
     return places[(places >= 0) & (places < inputs)].bincount(minlength=inputs)

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import html
 import io
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +23,8 @@ from spikefuse.inspect.explanation import in_bytes, label, with_unit
 from spikefuse.inspect.observer import ModuleObserver, unchanged
 from spikefuse.inspect.operations import Operations, count_operations, feedback
 from spikefuse.neurons.definition import Neuron
-from spikefuse.nn.call import Scan, active
+from spikefuse.nn.call import Scan, TemporalCall, active
 from spikefuse.nn.recurrent import Recurrent
-from spikefuse.nn.temporal import Temporal
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.transforms.tables import aligned
 
@@ -284,9 +284,7 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
     for batch in batches:
         inputs = batch if isinstance(batch, tuple) else (batch,)
         if memory and counter.samples == 0 and torch.is_grad_enabled():
-            explanation = explain(net, *inputs, time=False)
-            if not explanation.recomputed:
-                saved = {row.name: row.now for row in explanation.saved}
+            saved = {row.name: row.now for row in explain(net, *inputs, time=False).saved}
         with unchanged(net, inputs), torch.no_grad(), counter.observing():
             net(*inputs)
     if counter.samples == 0:
@@ -296,10 +294,9 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
 
 @dataclass
 class _Counts:
-    """Sums over all calls of a layer."""
+    """Sums over all calls of a layer; `operations.dense` over single steps."""
 
     operations: Operations = field(default_factory=Operations)
-    ann: float = 0.0
     fired: Tensor | None = None  # by neuron
     spikes: float = 0.0
     outputs: int = 0
@@ -322,33 +319,28 @@ class _Counter(ModuleObserver):
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__(net)
-        self.net, self.modules = net, {name: m for m, name in self.names.items()}
-        self.counts: dict[str, _Counts] = {}
+        self.net, self.samples = net, 0
+        self.counts = defaultdict[str, _Counts](_Counts)
         self.unknown: dict[str, None] = {}
-        self.samples = 0
-        self._batch: int | None = None
-        self._is_before_neurons = True  # in the running call of a `Temporal`
+        self._call: TemporalCall | None = None  # of this batch
+        self._spiking: TemporalCall | None = None  # a call in which a neuron has run
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
         """Count one batch."""
-        self._batch = None
+        self._call = None
         with super().observing(), count_operations(self._count, self.net):
             yield
-        if self._batch is None:
+        if self._call is None:
             raise ValueError(
                 "the network runs without a Temporal, so that steps and samples are unknown: "
                 "report on sf.Temporal(net), or on a network that contains one"
             )
-        self.samples += self._batch
+        self.samples += self._call.batch
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
-        self.counts.setdefault(self.layer, _Counts())
-        if isinstance(module, Temporal):
-            self._is_before_neurons = True
-            shapes = [x.shape for x in inputs if hasattr(x, "shape")]
-            if shapes and self._batch is None:
-                self._batch = shapes[0][0 if module.batch_first else 1]
+        self._call = self._call or active.call
+        self.counts[self.layer]  # in the order of the calls
 
     def _count(self, x: Tensor, operations: Operations | None) -> None:
         if isinstance(self.modules.get(self.layer), EventLinear | Recurrent):
@@ -356,49 +348,43 @@ class _Counter(ModuleObserver):
         if operations is None:
             self.unknown[self.layer] = None
         else:
-            self._add(self.layer, operations, self._is_before_neurons and _is_constant(x))
+            self._add(self.layer, operations, active.call is not self._spiking and _is_constant(x))
 
     def _add(self, name: str, operations: Operations, once: bool = False) -> None:
         """Add the operations of all steps, or of one step if they are needed `once`."""
-        counts, call = self.counts.setdefault(name, _Counts()), active.call
-        steps = 1 if call is None else call.num_steps
-        share = 1 / steps if once else 1.0
-        counts.operations = counts.operations.plus(operations, share)
-        counts.ann += operations.dense / steps
+        share = 1 / _num_steps()
+        one_step = Operations(*(share * number for number in operations))
+        total = one_step if once else operations._replace(dense=one_step.dense)
+        self.counts[name].operations = self.counts[name].operations.plus(total)
 
     def scan(
         self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
     ) -> Results[Tensor]:
         """Run a scan and count its spikes."""
         results = super().scan(neuron, scan, arguments, wanted)
-        outputs = results.outputs
-        self._is_before_neurons = False
-        if active.call is not None and self._batch is None:
-            self._batch = outputs[0].shape[1]
-        self._count_spikes(self.names.get(neuron, self.layer), outputs[0])
+        self._spiking = active.call
+        self._count_spikes(self.names.get(neuron, self.layer), results.outputs[0])
         layer = self.modules.get(self.layer)
         if isinstance(layer, Recurrent):
             start = None if arguments.states is None else arguments.states[-1]
-            self._add(self.layer, feedback(layer, outputs[0], start))
+            self._add(self.layer, feedback(layer, results.outputs[0], start))
         return results
 
     def leave(self, module: nn.Module, output: Any) -> None:
         if not isinstance(module, EventLinear) or module.activity is None:
             return
-        read = module.activity
+        name, read = self.names[module], module.activity
         used = float((read.fired - read.dropped) * module.out_features)
         dense = float(read.sites * module.out_features)
-        found = Operations(used, 0.0, dense, float(read.fired), float(read.sites))
-        self._add(self.names[module], found)
+        self._add(name, Operations(used, 0.0, dense, float(read.fired), float(read.sites)))
         if isinstance(output, Events):
-            self._count_spikes(self.names[module], output.to_dense())
+            self._count_spikes(name, output.to_dense())
 
     def _count_spikes(self, name: str, y: Tensor) -> None:
         """Count the spikes of a layer; membrane potentials of readout neurons are not spikes."""
         if not bool((y == y.round()).all()):
             return
-        counts = self.counts.setdefault(name, _Counts())
-        fired = (y != 0).sum((0, 1))
+        counts, fired = self.counts[name], (y != 0).sum((0, 1))
         if counts.fired is None or counts.fired.shape == fired.shape:
             counts.fired = fired if counts.fired is None else counts.fired + fired
         else:
@@ -409,21 +395,17 @@ class _Counter(ModuleObserver):
 
     def report(self, saved: dict[str, int] | None) -> Report:
         """Return the rows of all layers, in the order of their first calls."""
-        rows, seen = [], set[int]()
+        rows, seen = [], set[Tensor]()
         for name in dict.fromkeys([*self.counts, *self.modules]):
-            module, counts = self.modules.get(name), self.counts.get(name, _Counts())
-            if module is None:
+            if name not in self.modules:
                 continue
-            own = [*module.parameters(recurse=isinstance(module, Neuron))]
-            parameters = sum(p.numel() for p in own if id(p) not in seen)
-            seen.update(map(id, own))
-            products = counts.operations.inputs
-            if not (own or products or counts.outputs or (saved or {}).get(name)):
+            module, counts = self.modules[name], self.counts.get(name) or _Counts()
+            own, done = {*module.parameters(recurse=isinstance(module, Neuron))}, counts.operations
+            if not (own or done.inputs or counts.outputs or (saved or {}).get(name)):
                 continue
             is_called = name in self.counts and not isinstance(module, Neuron | nn.LayerNorm)
-            if is_called and not products and any(p.ndim > 1 for p in own):
+            if is_called and not done.inputs and any(p.ndim > 1 for p in own):
                 self.unknown[name] = None
-            done = counts.operations
             row = LayerReport(
                 name,
                 type(module).__name__,
@@ -431,21 +413,25 @@ class _Counter(ModuleObserver):
                 nonzero=done.nonzero / done.inputs if done.inputs else None,
                 accumulates=done.accumulates / self.samples,
                 multiplies=done.multiplies / self.samples,
-                ann=counts.ann / self.samples,
-                parameters=parameters,
+                ann=done.dense / self.samples,
+                parameters=sum(p.numel() for p in own - seen),
                 saved=None if saved is None else saved.get(name, 0),
             )
+            seen |= own
             rows.append(row)
         return Report(tuple(rows), self.samples, tuple(self.unknown))
 
 
+def _num_steps() -> int:
+    return 1 if active.call is None else active.call.num_steps
+
+
 def _is_constant(x: Tensor) -> bool:
     """Whether `x`, `[T*B, ...]`, is the same at each step."""
-    steps = 1 if active.call is None else active.call.num_steps
-    if x.ndim == 0 or len(x) % steps:
+    if x.ndim == 0 or len(x) % _num_steps():
         return False
-    by_step = x.unflatten(0, (steps, -1))
-    return bool((by_step == by_step[:1]).all())
+    steps = x.unflatten(0, (_num_steps(), -1))
+    return bool((steps == steps[:1]).all())
 
 
 def _energy(accumulates: float, multiplies: float) -> float:

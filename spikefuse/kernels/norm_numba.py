@@ -3,6 +3,8 @@
 # mypy: disable-error-code="call-arg"
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -117,9 +119,9 @@ def gradient_sums(
 def add_correction(
     x: Tensor,
     grad: Tensor,
-    strides: tuple[int, int, int, int],
+    strides: Sequence[int],
     grouping: tuple[int, int],
-    coefficients: tuple[Tensor, Tensor, Tensor],
+    coefficients: Sequence[Tensor],
 ) -> None:
     """Add `offset + slope * (x - mean)` to the gradient of `x` before the statistics.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,14 +41,15 @@ class SavedTensors:
         )
 
     def sizes(
-        self, ignored: Container[int], layers: Container[str] | None = None
+        self, ignored: Iterable[Tensor], layers: Container[str] | None = None
     ) -> Iterator[SavedSize]:
         """Yield the sizes of live saved tensors; shared memory counts for the first layer only.
 
         Args:
-            ignored: addresses of memory that does not count, such as parameters.
+            ignored: tensors whose memory does not count, such as parameters.
             layers: the layers that count; None for all.
         """
+        known = set(map(address_of, ignored))
         seen: set[int] = set()
         left: dict[int, int] = {}  # by address, the bytes that no view has counted yet
         for entry in filter(None, [reference() for reference in self._entries]):
@@ -57,7 +58,7 @@ class SavedTensors:
             start, memory = x.data_ptr(), x.untyped_storage()
             address = memory.data_ptr()
             excluded = layers is not None and entry.layer not in layers
-            if excluded or start in seen or address in ignored:
+            if excluded or start in seen or address in known:
                 continue
             seen.add(start)
             size = min(num_bytes(x), left.setdefault(address, memory.nbytes()))
@@ -86,6 +87,11 @@ class _Hook(RecordingHook):
 
     def around(self, pack: Callable[[Tensor], Saved]) -> saved_tensors_hooks:
         return self.tensors.hooks(pack)
+
+
+def address_of(x: Tensor) -> int:
+    """Return the address of the memory of a tensor, which views share."""
+    return x.untyped_storage().data_ptr()
 
 
 def num_bytes(x: Tensor) -> int:

@@ -38,7 +38,6 @@ class TemporalCall:
         passing: where first states come from if other processes hold the steps before and after.
         network: that is called.
         policy: what layers save for backward; None for `Recompute()`.
-        current: the name of the neuron that runs.
         outer: the call around this one.
     """
 
@@ -52,8 +51,12 @@ class TemporalCall:
     finals: dict[str, States] = field(default_factory=dict)
     network: nn.Module | None = None
     policy: Policy | None = None
-    current: str = ""
     outer: TemporalCall | None = None
+
+    @property
+    def has_states(self) -> bool:
+        """Whether states are passed in or returned."""
+        return self.final or self.initial is not None
 
     def __enter__(self) -> None:
         self.outer, active.call = active.call, self
@@ -85,7 +88,7 @@ class TemporalCall:
         if arguments.states is not None or wanted.final:
             raise ValueError("inside Temporal, pass state= and return_state= to the container")
         steps, name = self.num_steps, self.names[id(neuron)]
-        if name in self.finals and (self.initial or self.final):
+        if name in self.finals:
             raise ValueError(
                 f"neuron '{name}' is called twice in one step, so its state is ambiguous: "
                 "use one module per call"
@@ -144,6 +147,8 @@ class _Active(threading.local):
         # An attribute of the instance from the start: torch.compile guards on its presence.
         self.call: TemporalCall | None = None
         self.observer: Observer | None = None
+        #: Whether the graph of the network is captured, with passes of this library.
+        self.captures = False
         #: Where neurons register binary outputs, None if layers save spikes as they are.
         self.spikes: Spikes | None = None
 

@@ -38,9 +38,6 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Returns:
         What the function returns.
     """
-    if torch.compiler.is_compiling():
-        # A compiler sees both calls, and updates running statistics in the first one.
-        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     leaves, tree = pytree.tree_flatten((args, kwargs))
 
     def first(*leaves: Any) -> Any:
@@ -66,6 +63,8 @@ def recompute(
         is_random: whether they may draw random numbers, which a CUDA graph cannot draw twice: while
             one is recorded, nothing is recomputed then.
     """
+    if torch.compiler.is_compiling():
+        return torch_checkpoint.checkpoint(_Runs(first, second), *args, use_reentrant=False)
     is_recorded = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if is_recorded and is_random:
         return first(*args)
@@ -80,6 +79,7 @@ class _Runs:
     def __init__(self, first: Callable[..., Any], second: Callable[..., Any]) -> None:
         self.first: Callable[..., Any] | None = first
         self.second = second
+        self.is_traced = torch.compiler.is_compiling()
         # What arrived from other processes during the first run.
         self.arrived: list[Any] = []
         self.call = active.call
@@ -88,9 +88,14 @@ class _Runs:
             self.call = replace(self.call, finals={}, outer=None)
 
     def __call__(self, *args: Any) -> Any:
-        first, self.first = self.first, None
+        first = self.first
+        if torch.compiler.is_compiling():
+            return first(*args)  # type: ignore[misc]
+        self.first = None
         if first is None:
             return _run_again(self, args)
+        if self.is_traced:  # and could not be: the second run is not compiled, either
+            first = torch.compiler.disable(first)
         call = active.call
         if call is None or call.passing is None:
             return first(*args)

@@ -52,13 +52,12 @@ def call_neuron(neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted
         scan = partial(active.observer.scan, neuron, scan)
     if call is not None:
         arguments, wanted = call.unfolded(neuron, arguments, wanted)
-        # Not read below: Dynamo forgets what is assigned to it once a tensor has a hook.
-        call.current = name = call.names[id(neuron)]
     results = scan(arguments, wanted)
     outputs, finals = tuple(results.outputs), tuple(results.finals)
     is_single = len(outputs) == 1 and not wanted.outputs
     if call is not None:
-        call.finals[name], call.current = finals, ""
+        if call.has_states:
+            call.finals[call.names[id(neuron)]] = finals
         if is_single:
             return flatten_steps(outputs[0])
         return tuple(map(flatten_steps, outputs))

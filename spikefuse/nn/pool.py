@@ -95,8 +95,8 @@ def avg_pool2d(
 ) -> Tensor:
     """Compute `torch.nn.functional.avg_pool2d`, with the same arguments.
 
-    On a GPU, a kernel computes windows that lie inside the input; PyTorch's kernels for channels-last memory
-    take several times as long. PyTorch computes everything else.
+    On a GPU, a kernel computes windows that lie inside the input; PyTorch's kernels for
+    channels-last memory take several times as long. PyTorch computes everything else.
     """
     if divisor_override is None and _backend(input) == "triton":
         window = _window(kernel_size, stride or kernel_size, padding, ceil_mode)

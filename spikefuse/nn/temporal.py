@@ -68,11 +68,10 @@ class Temporal(nn.Module):
     containers, `nn.Sequential(Temporal(...), rnn, Temporal(...))`. Neurons of SpikingJelly,
     snnTorch and Norse in `nn.Sequential` are refused, too: `sf.convert` replaces them.
 
-    An input that is the same at each step (its time has stride 0, as from `encode.direct`) and
-    needs no gradient goes through deterministic layers before the first neuron once, as `[B, ...]`.
-    The result is the same up to rounding, running statistics included. The first operation that is
-    random, mixes samples, or is unknown (see `spikefuse.nn.constant_input`), and all that follow,
-    run on `[T*B, ...]`. Forward hooks and the code of the network see tensors `[T*B, ...]`.
+    In a network of `spikefuse.fuse`, an input that is the same at each step (its time has stride 0,
+    as from `encode.direct`) and needs no gradient goes through deterministic layers before the
+    first neuron once, as `[B, ...]`. The result is the same up to rounding, running statistics
+    included. Forward hooks and the code of the network see tensors `[T*B, ...]`.
 
     Args:
         net: the network.

@@ -10,7 +10,7 @@ import operator
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache, partial, reduce
-from itertools import compress
+from itertools import chain, compress
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -41,6 +41,8 @@ class Execution:
         self.dtype = reduce(torch.promote_types, self.dtypes)
         self.device = inputs[0][3]
         self.num_outputs, self.num_states = step.num_outputs, len(step.states)
+        #: In place of one tensor for each state.
+        self.no_states = (None,) * self.num_states
         #: Saved states per neuron. The first chunk starts from the initial state.
         self.num_saved = (self.layout.num_steps - 1) // self.program.chunk(self.layout.num_steps)
         memory = self.layout.shape, self.layout.all_strides
@@ -81,8 +83,9 @@ class Execution:
             launch = self._launches.get(key) or self._prepare(
                 key, self.program.forward(), sequences, variant
             )
-        starts = arguments.states and self._conform_steps(arguments.states)
-        by_state = self.by_state(starts, finals, saved or (self._no_rows if repair else None))
+        starts, none = arguments.states and self._conform_steps(arguments.states), self.no_states
+        rows = saved or (self._no_rows if repair else none)
+        by_state = [*chain.from_iterable(zip(starts or none, finals or none, rows, strict=True))]
         values = self.values(arguments) if arguments.params else arguments.scalars
         if ahead:
             assert isinstance(launch, TritonLaunch)
@@ -141,14 +144,12 @@ class Execution:
             kernel = self._reverse(incoming, gradients, variant)
             has_sums = any(g is not None for g in gradients.params)
             launch = self._prepare(key, kernel, sequences, variant, has_sums)
-        by_state = self.by_state(
-            arguments.states and self._conform_steps(arguments.states),
-            saved,
-            incoming.finals and self._conform_steps(incoming.finals),
-            gradients.states,
-        )
+        starts, none = arguments.states and self._conform_steps(arguments.states), self.no_states
+        ends = incoming.finals and self._conform_steps(incoming.finals)
+        roles = starts or none, saved or none, ends or none, gradients.states or none
+        by_state = [*chain.from_iterable(zip(*roles, strict=True))]
         values = self.values(arguments) if arguments.params else arguments.scalars
-        sums = [g for g in gradients.params if g is not None]
+        sums = [*filter(torch.is_tensor, gradients.params)]
         if ahead:
             assert isinstance(launch, TritonLaunch)
             launch.compile_ahead(sequences, by_state, sums, values)
@@ -198,19 +199,20 @@ class Execution:
     def new_gradients(
         self,
         needs: Arguments[bool],
-        inputs: Sequence[Tensor | None] | None = None,
+        inputs: MaybeTensors = (),
         device: torch.device | None = None,
     ) -> Arguments[Tensor | None]:
         """Unwritten gradients, `inputs` among them if they are given; None where not needed. Those
         of parameters are sums, see `Launcher.sums_shape`."""
         device = device or self.device
-        if inputs is None:
+        if not inputs:
             inputs = []
             for dtype, needed in zip(self.dtypes, needs.inputs, strict=True):
                 inputs.append(self._new_sequence(dtype=dtype, device=device) if needed else None)
         states, params = self.new_steps(device) if needs.states else [], []
         for needed in needs.params:
-            params.append(self._empty(1, *self._sums_shape, device)[0] if needed else None)
+            shape, dtype = self._sums_shape
+            params.append(torch.empty(shape, dtype=dtype, device=device) if needed else None)
         if not self.layout.num_neurons:  # no kernel is launched
             params = [None if total is None else total.zero_() for total in params]
         return Arguments(inputs, states, params)
@@ -247,17 +249,8 @@ class Execution:
             found.append(None if total is None else self.layout.reduce_to(total, p).to(p.dtype))
         return found
 
-    def _empty(
-        self,
-        count: int,
-        shape: int | tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device | None = None,
-    ) -> list[Tensor]:
-        found = []
-        for _ in range(count):
-            found.append(torch.empty(shape, dtype=dtype, device=device or self.device))
-        return found
+    def _empty(self, count: int, shape: int | tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=self.device) for _ in range(count)]
 
     @cached_property
     def _no_bits(self) -> tuple[None, ...]:
@@ -328,14 +321,6 @@ class Execution:
 
     def _conform_steps(self, steps: MaybeTensors) -> MaybeTensors:
         return [None if x is None else self.layout.conform_step(x) for x in steps]
-
-    def by_state(self, *roles: MaybeTensors | None) -> list[Tensor | None]:
-        """The tensors of each state in turn, in the order of the kernel; a role may be absent."""
-        found: list[Tensor | None] = []
-        for i in range(self.num_states):
-            for role in roles:
-                found.append(role[i] if role else None)
-        return found
 
     def values(self, arguments: Arguments[Tensor]) -> Sequence[float | Tensor]:
         """Parameters in the order of the kernel, tensors as contiguous float32."""

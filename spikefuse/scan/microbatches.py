@@ -17,7 +17,7 @@ from torch import Tensor
 from spikefuse.scan.execution import PLAIN, REBUILD, REPAIR, Execution, execution_of
 from spikefuse.scan.program import Variant
 from spikefuse.scan.records import Arguments, MaybeTensors, Results, Tensors, Wanted
-from spikefuse.scan.state_passing import WHOLE, exchange
+from spikefuse.scan.state_passing import exchange
 
 Gradients = Arguments[Tensor | None]
 
@@ -42,11 +42,13 @@ class Microbatch(NamedTuple):
         self,
         incoming: Results[Tensor | None],
         needs: Arguments[bool],
-        inputs: MaybeTensors | None = None,
+        inputs: MaybeTensors = (),
         variant: Variant = PLAIN,
     ) -> Gradients:
         """Run the reverse of the program; see `backward`."""
-        execution, written = self.execution, None if inputs is None else _slices(inputs, self.rows)
+        execution, written = self.execution, inputs
+        if inputs and self.rows is not None:
+            written = _slices(inputs, self.rows)
         # Gradients of states that arrived go back to the process that sent the states.
         needs = needs._replace(states=[True] * len(self.arguments.states or ()))
         gradients = execution.new_gradients(needs, written)
@@ -61,7 +63,11 @@ def split(
     Args:
         whole: the execution on the whole batch.
     """
-    passing, scans = arguments.passing or WHOLE, []
+    passing, scans = arguments.passing, []
+    if passing is None:
+        rebuilds = bool(whole.num_saved and not saved)
+        saved = whole.new_saved() if rebuilds else saved or ()
+        return [Microbatch(None, whole, arguments, saved, rebuilds)]
     slices = passing.microbatches(arguments.inputs[0].shape[1])
     for i, rows in enumerate(slices):
         own, execution, rebuilds = arguments, whole, False
@@ -83,7 +89,8 @@ def split(
 def forward(whole: Execution, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
     """Run a program over microbatches. Bits are written for a single one only. What is saved are,
     for each microbatch, the states that arrived and those before its chunks."""
-    passing, scans = arguments.passing or WHOLE, split(whole, arguments)
+    passing, scans = arguments.passing, split(whole, arguments)
+    assert passing is not None
     results = whole.new_results(Wanted(save=False))
     receives = not passing.is_first
     speculates = receives and passing.speculates and scans[0].execution.program.repairs
@@ -119,18 +126,21 @@ def backward(
     scans: Sequence[Microbatch],
     incoming: Results[Tensor | None],
     needs: Arguments[bool],
-    inputs: MaybeTensors | None = None,
+    inputs: MaybeTensors = (),
 ) -> tuple[list[Gradients], list[Results[Tensor | None]]]:
     """Run the reverse of a program over microbatches.
 
     Args:
-        inputs: the gradients of the inputs of the whole batch, to be written.
+        inputs: the gradients of the inputs of the whole batch, to be written; none to make them.
 
     Returns:
         For each microbatch its gradients, of parameters as sums, and the gradients of its results,
         those of the final states that arrived included.
     """
-    passing = scans[0].arguments.passing or WHOLE
+    passing = scans[0].arguments.passing
+    if passing is None:
+        (scan,), variant = scans, REBUILD if scans[0].rebuilds else PLAIN
+        return [scan.run(incoming, needs, inputs, variant)], [incoming]
     found: dict[int, Gradients] = {}
     arrived: dict[int, Results[Tensor | None]] = {}
 
@@ -153,8 +163,10 @@ def backward(
     return [found[i] for i in places], [arrived[i] for i in places]
 
 
-def added(rows: Sequence[MaybeTensors]) -> list[Tensor | None]:
+def added(rows: Sequence[Sequence[Any]]) -> list[Any]:
     """Sums over rows that have None in the same places."""
+    if len(rows) == 1:
+        return [*rows[0]]
     return [None if terms[0] is None else reduce(operator.add, terms)
             for terms in zip(*rows, strict=True)]  # fmt: skip
 
@@ -166,9 +178,7 @@ def joined(rows: Sequence[Sequence[Any]]) -> list[Any]:
     return [torch.cat(states) for states in zip(*rows, strict=True)]
 
 
-def _slices(sequences: MaybeTensors, rows: slice | None) -> MaybeTensors:
-    if rows is None:
-        return sequences
+def _slices(sequences: MaybeTensors, rows: slice) -> MaybeTensors:
     return [None if x is None else x[:, rows] for x in sequences]
 
 
@@ -176,9 +186,10 @@ def _incoming(
     incoming: Results[Tensor | None], rows: slice | None, ends: Sequence[Tensor]
 ) -> Results[Tensor | None]:
     """The gradients of a microbatch's results; `ends` arrived for its final states."""
-    finals: MaybeTensors = incoming.finals
+    outputs, finals = incoming.outputs, incoming.finals
     if rows is not None:
+        outputs = _slices(outputs, rows)
         finals = [None if g is None else g[rows] for g in finals]
     if finals and ends:
         finals = [b if a is None else a + b for a, b in zip(finals, ends, strict=True)]
-    return Results(_slices(incoming.outputs, rows), finals or ends)
+    return Results(outputs, finals or ends)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache, reduce
-from itertools import compress
+from itertools import chain, compress
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from spikefuse.scan.execution import execution_of, launcher_of
 from spikefuse.scan.microbatches import Gradients
 from spikefuse.scan.op import Call, Needs, check_backend, choose, execute, register
 from spikefuse.scan.program import FLOAT, Operands, kinds_of, prepare, program
-from spikefuse.scan.records import Arguments, Results, Tensors, Wanted
+from spikefuse.scan.records import Arguments, MaybeTensors, Results, Tensors, Wanted
 
 # Values of a sequence whose states backward recomputes at a time. Each state, and what is fed back,
 # takes as much memory. Shorter chunks would take longer on a GPU.
@@ -74,6 +74,7 @@ class RecurrentCall(Call):
             return found._replace(outputs=zeroed[0], finals=zeroed[1])
         self.execution = execution = execution_of(self.program, arguments.inputs)
         own, (states, start) = execution.program, _starts(arguments)
+        starts = [s.detach().float().contiguous() for s in states]
         launcher = launcher_of(own.backend)
         operands = Operands(
             weight=weight.detach(),
@@ -82,9 +83,7 @@ class RecurrentCall(Call):
             start=None if start is None else start.detach().to(execution.dtype).contiguous(),
             read=[*map(_rows, arguments.inputs)],
             written=[*found.outputs, found.saved[0] if found.saved else None],
-            steps=execution.by_state(
-                [s.detach().float().contiguous() for s in states], found.finals
-            ),
+            steps=_by_state(starts or execution.no_states, found.finals or execution.no_states),
             sums=[],
             params=execution.values(arguments),
         )
@@ -268,7 +267,7 @@ class _Chain:
             start=self.sent,
             read=[*(x[steps] for x in self.read), *past],
             written=written,
-            steps=self.execution.by_state(self.states, begins),
+            steps=_by_state(self.states or self.execution.no_states, begins),
             sums=sums,
             params=self.values,
         )
@@ -308,6 +307,11 @@ def _starts(arguments: Arguments[Tensor]) -> tuple[Sequence[Tensor], Tensor | No
     """The initial states of the neuron, and what is fed back before the first step."""
     states = arguments.states
     return (states[:-1], states[-1]) if states else ((), None)
+
+
+def _by_state(*roles: MaybeTensors) -> list[Tensor | None]:
+    """The tensors of each state in turn, as kernels take them."""
+    return [*chain.from_iterable(zip(*roles, strict=True))]
 
 
 def _float32(like: Tensor, shape: Sequence[int]) -> Tensor:

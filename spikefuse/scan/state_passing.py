@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from spikefuse.kernels.running import Running
+
 #: The states of each microbatch, or their gradients.
 Buffers = Sequence[list[Tensor]]
 
@@ -71,6 +73,12 @@ class StatePassing:
 
     def end(self) -> None:
         """End a call of a network, except for its backward pass."""
+
+    def batch_norm(
+        self, x: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        """A batch norm with statistics over `statistics`, by which it updates `running`."""
+        raise NotImplementedError
 
     def microbatches(self, batch: int) -> list[slice]:
         """The slices of a batch, the same in all processes."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from spikefuse.graph.report import Place
-from spikefuse.models import MODELS, resnet18
+from spikefuse.models import MODELS
 from tests.graph.norm_networks import FUSED, Net, compare, lif, network, results
 
 # Batch norms of each model, which are all fused.
@@ -121,7 +121,9 @@ def test_wrong_arguments() -> None:
         sf.fuse(OwnNorm)
     with pytest.raises(ValueError, match="mode is 'fast': expected one of auto, eager, inductor"):
         sf.fuse(network(), mode="fast")
-    with pytest.raises(TypeError, match=r"model is a DataParallel, .* DataParallel\(spikefuse.fuse"):
+    with pytest.raises(
+        TypeError, match=r"model is a DataParallel, .* DataParallel\(spikefuse.fuse"
+    ):
         sf.fuse(nn.DataParallel(network()))
 
 

@@ -140,7 +140,7 @@ def test_blocks(name, dtype):
     names = ["net.0", "net.1", "net.2", "net.3.conv", "net.3.norm", "net.3.lif", "net.4"]
     assert list(rows) == names
     assert rows["net.1"].now == rows["net.3.norm"].now == 0
-    assert rows["net.1"].eager >= size and rows["net.3.norm"].eager >= size
+    assert min(rows["net.1"].eager, rows["net.3.norm"].eager) >= size
     stores = policy.saves_states or not program(first.program).rebuilds
     states = 4 * VALUES // T * ((T - 1) // first.chunk) if stores else 0
     for layer in ("net.2", "net.3.lif"):  # the convolution saves the residual
@@ -150,26 +150,22 @@ def test_blocks(name, dtype):
         assert rows[layer].eager == size
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_checkpoint_is_reported(training):
-    """The kernels of the graph, but not what its segments save."""
-    x = torch.rand(T, 2, 1, 6, 6)
-    fused = sf.fuse(sf.Temporal(network(None).net, sf.memory.Checkpoint(3))).train(training)
-    net = nn.ModuleDict({"spiking": fused, "idle": sf.LIF(), "last": nn.Linear(3, 3)})
-    net.forward = lambda x: net["last"](fused(x))
+@pytest.mark.parametrize("fused", [True, False])
+def test_checkpoints(fused):
+    """What segments save counts for their network; their layers save nothing."""
+    x = make_input((9, 2, 1, 32, 32))
+    inner = sf.Temporal(network(None).net, sf.memory.Checkpoint(3))
+    net = nn.ModuleDict({"spiking": sf.fuse(inner) if fused else inner, "idle": sf.LIF()})
+    net.forward = lambda x: net["spiking"](x)
     found = sf.explain(net, x)
     modules = ["BatchNorm2d + LIF", "BatchNorm2d + residual + LIF"]
     assert [layer.module for layer in found.layers] == modules
-    assert (found.recomputed, found.not_called, found.num_others) == (("spiking",), ("idle",), 4)
-    assert [row.name for row in found.saved] == ["last"]
-    lines = str(found).splitlines()
-    assert lines[3].startswith("spiking: memory=Checkpoint() recomputes its layers in backward")
-    assert lines[3].endswith("explain it with Recompute()")
-    assert lines[4] == "not called: idle"
-    assert not any(line.startswith("total") for line in lines)
-    with torch.no_grad():
-        found = sf.explain(net, x)
-    assert (len(found.layers), found.recomputed, found.not_called) == (2, (), ("idle",))
+    assert {layer.memory for layer in found.layers} == {sf.memory.Checkpoint(3)}
+    assert (found.not_called, found.num_others) == (("idle",), 3)
+    rows = {row.name: row for row in found.saved}
+    assert rows["spiking.net"].now > x.nbytes
+    assert rows["spiking.net.0"].now == rows["spiking.net.2"].now == 0
+    assert rows["spiking.net.2"].eager > 0
 
 
 def test_eager_pytorch_saves_as_much_as_reported():
@@ -180,7 +176,7 @@ def test_eager_pytorch_saves_as_much_as_reported():
     assert all(row.now == row.eager for row in eager.saved)
 
 
-@pytest.mark.parametrize("name", ["save-all", "recompute", "bits"])
+@pytest.mark.parametrize("name", sf.memory.POLICIES)
 def test_saved_bytes_are_allocated_bytes(name):
     net, x = sf.fuse(network(sf.memory.POLICIES[name])), make_input((9, 2, 1, 32, 32))
     size, y = bytes_saved(net, x)
@@ -431,3 +427,41 @@ def test_norms_that_are_not_fused(monkeypatch):
     assert "net.0: batch norm, not fused: its input has 48 values: on a CPU, fusing helps" in small
     assert "net.0: batch norm" not in large
     assert "net.2: batch norm, not fused: " in large
+
+
+def test_fused_networks_that_cannot_be_compiled():
+    layers = nn.Linear(3, 3), nn.BatchNorm1d(3), sf.LIF(), Uncompilable()
+    found = sf.explain(sf.fuse(sf.Temporal(nn.Sequential(*layers))), torch.rand(4, 2, 3))
+    assert [layer.module for layer in found.layers] == ["LIF", "Uncompilable"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_networks_captured_in_several_graphs():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = network(None).net, nn.Sequential(nn.Conv2d(8, 8, 1), sf.LIF())
+
+        def forward(self, x):
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(x)
+
+    net, x = sf.fuse(sf.Temporal(Broken())), make_input((9, 2, 1, 32, 32))
+    size, y = bytes_saved(net, x)
+    found = sf.explain(net, x)
+    assert [layer.name for layer in found.layers] == [
+        "net.first.2",
+        "net.first.3.lif",
+        "net.second.1",
+    ]
+    assert abs(size - y.nbytes - sum(row.now for row in found.saved) + x.nbytes) < 500
+    assert any(note.startswith("net: captured in several graphs") for note in found.notes)
+
+
+def test_under_an_observer_networks_are_not_captured():
+    net, x = sf.fuse(network(None)), torch.rand(9, 2, 1, 6, 6)
+    with sf.record(net) as record:
+        found = sf.explain(net, x)
+    assert [layer.module for layer in found.layers] == ["LIF", "LIF"]
+    assert all(len(calls) == 1 for calls in record.calls.values())
