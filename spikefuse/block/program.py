@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from spikefuse._torch import constant_result
 from spikefuse.block.definition import SCALES, Kind, NormedNeuron, value_names, with_batch_norm
 from spikefuse.neurons.definition import Neuron, with_outputs
 from spikefuse.scan.program import CHANNEL, FLOAT, SCALAR, Program, kinds_of, prepare, program
@@ -83,15 +84,13 @@ def block_program(name: str) -> BlockProgram:
     )
 
 
+# For torch.compile, see `spikefuse.scan.program.sizes_of`.
+@constant_result
 def traits(name: str) -> tuple[bool, bool, tuple[int, ...]]:
     """Of a block's program: whether its norms use the statistics of the batch, whether backward can
     do without saved states, and `BlockProgram.order`."""
     made = block_program(name)
     return made.kind.by_batch, made.program.rebuilds, made.order
-
-
-# Constant for torch.compile, see `spikefuse.scan.program.sizes_of`.
-setattr(traits, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def prepare_block(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from spikefuse._torch import gradients
 from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.simplify import contracted
 from spikefuse.compiler.trace import Step, capture, step_function
@@ -77,23 +78,6 @@ def has_gradient(definition: Neuron, name: str) -> bool:
     return True
 
 
-def _gradients(total: Tensor, leaves: Sequence[Tensor], retain: bool) -> Sequence[Tensor | None]:
-    """Compute what `torch.autograd.grad` does.
-
-    `torch.autograd.grad` would disable the modes of `capture`, and import SymPy.
-    """
-    found: Sequence[Tensor | None] = torch.autograd.Variable._execution_engine.run_backward(
-        (total,),
-        (torch.ones_like(total),),
-        retain,  # keep_graph
-        False,  # create_graph
-        tuple(leaves),
-        allow_unreachable=True,
-        accumulate_grad=False,
-    )
-    return found
-
-
 def _transient(leaves: Sequence[Tensor], results: Sequence[Tensor], step: Step) -> list[int]:
     """Return the indices of new states whose gradient is that of a final state, or none.
 
@@ -104,7 +88,7 @@ def _transient(leaves: Sequence[Tensor], results: Sequence[Tensor], step: Step) 
     if not states:
         return []
     reads = {
-        i: [g is not None for g in _gradients(result, states, True)]
+        i: [g is not None for g in gradients(result, states, True)]
         for i, result in enumerate(results)
         if result.requires_grad
     }
@@ -149,11 +133,11 @@ def reverse_step(definition: Neuron, step: Step, learned: Collection[str] | None
         products = [product for product in lasting if product.requires_grad]
         totals = [torch.zeros((), dtype=torch.float32)] * len(leaves)
         if products:
-            found = _gradients(sum(products[1:], products[0]), leaves, bool(transient))
+            found = gradients(sum(products[1:], products[0]), leaves, bool(transient))
             totals = [z if g is None else g for z, g in zip(totals, found, strict=True)]
         for y, gradient in (pairs[i] for i in transient):
             # Where there is no gradient, its product with an infinite derivative must not be NaN.
-            found = _gradients(y * gradient, leaves, True)
+            found = gradients(y * gradient, leaves, True)
             for i, g in enumerate(found):
                 if g is not None:
                     totals[i] = totals[i] + torch.where(gradient != 0, g, 0.0)

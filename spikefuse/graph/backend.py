@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from spikefuse._torch import inductor
 from spikefuse.graph import operations
 from spikefuse.graph.checkpoint import CHECKPOINT, checkpointed, recompute_checkpoints
 from spikefuse.graph.constant_input import compute_steps_once
@@ -52,7 +53,6 @@ def compile_graph(
     report.graphs += 1
     apply_passes(gm, report)
     if mode == "inductor" and chunks is None:
-        inductor: Any = torch._dynamo.lookup_backend("inductor")
         return inductor(gm, example_inputs)
     recompute_checkpoints(gm)
     run = operations.saving_bits(gm if chunks is None else checkpointed(gm, chunks))

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spikefuse import _torch
+
 R = TypeVar("R")
 
 
@@ -51,7 +53,7 @@ def capture(run: Callable[[], R], pool: Pool) -> tuple[torch.cuda.CUDAGraph, R]:
         torch.cuda.synchronize()
         # A graph must own its cuBLAS workspace: PyTorch keeps one per stream, which torch.compile
         # releases.
-        _release_workspaces()
+        _torch.release_workspaces()
         torch.cuda.empty_cache()
         # Casts of the weights, which a replay would not repeat, or would find in released memory.
         torch.clear_autocast_cache()
@@ -80,8 +82,7 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
         pool.is_usable = False
         _failed.append(graph)
         with contextlib.suppress(RuntimeError):  # for an error after that end
-            for end in _ends_of_allocation:
-                end(torch.cuda.current_device(), pool.handle)
+            _torch.end_capture(torch.cuda.current_device(), pool.handle)
         other = torch.cuda.CUDAGraph()
         other.capture_begin(capture_error_mode="thread_local")
         torch.zeros((), device="cuda")
@@ -210,8 +211,3 @@ _SCALER = "a GradScaler reads on the host whether the gradients are finite: use 
 _thread = _Thread()
 _lock = threading.RLock()  # PyTorch captures one graph at a time
 _failed: list[torch.cuda.CUDAGraph] = []
-_nothing: Callable[..., None] = lambda *_: None  # noqa: E731
-_release_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", _nothing)
-_ends_of_allocation = [
-    getattr(torch._C, name, _nothing) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")
-]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from spikefuse._torch import constant_result
 from spikefuse.compiler import (
     emit_numba,
     emit_recurrent_numba,
@@ -236,15 +237,13 @@ def program(name: str) -> Program:
     return _by_name[name]
 
 
+# torch.compile would not see a program that is added while it traces.
+@constant_result
 def sizes_of(name: str) -> tuple[tuple[bool, ...], int]:
     """For each output of a program, whether all its values are sure to be 0 or 1; and the number of
     its states."""
     step = program(name).step
     return step.binary, len(step.states)
-
-
-# Constant for torch.compile, which would not see a program that is added while it traces.
-setattr(sizes_of, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def kinds_of(values: Mapping[str, float | Tensor]) -> Kinds:
