@@ -181,6 +181,7 @@ def _of_reader(node: fx.Node, constants: dict[fx.Node, _Constant]) -> _Constant 
 
 
 def _first_step(graph: fx.Graph, source: fx.Node) -> _Step:
+    image: Any
     if source.op == "placeholder":
         image, num_steps = source, value(source).shape[0]
         place = next(n for n in graph.nodes if n.op != "placeholder")
