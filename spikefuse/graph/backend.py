@@ -52,7 +52,7 @@ def compile_graph(
     """
     report.graphs += 1
     apply_passes(gm, report)
-    if mode == "inductor" and chunks is None:
+    if mode == "inductor" and chunks is None and not operations.shares_time():
         return inductor(gm, example_inputs)
     recompute_checkpoints(gm)
     run = operations.saving_bits(gm if chunks is None else checkpointed(gm, chunks), report)
