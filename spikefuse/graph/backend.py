@@ -50,7 +50,7 @@ def compile_graph(
         chunks: cut the graph into about so many segments, which backward recomputes; it is executed
             then.
     """
-    if mode == "inductor" and chunks is None:
+    if mode == "inductor" and chunks is None and not operations.shares_time():
         report.graphs += 1
         apply_passes(gm, report)
         return inductor(gm, example_inputs)

@@ -102,8 +102,11 @@ class TemporalCall:
                 )
             inputs.append(unflatten_steps(x, steps))
         state = None if self.initial is None else self.initial.get(name) or None
+        # A captured scan looks up the state passing when it runs.
+        is_captured = active.captures and torch.compiler.is_compiling()
+        passing = None if is_captured else self.passing
         wanted = Wanted(self.final, outputs=wanted.outputs, impl=self.impl)
-        return Arguments(inputs, state, passing=self.passing), wanted
+        return Arguments(inputs, state, passing=passing), wanted
 
 
 class Observer:
