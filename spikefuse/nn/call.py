@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from itertools import compress, zip_longest
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from spikefuse.memory.policies import Policy, Recompute
@@ -187,20 +186,22 @@ def saving_spikes(policy: Policy) -> Iterator[None]:
     """Let layers save spikes as `policy` says in a `with` block."""
     outer = active.spikes
     spikes, hooks = saving(policy)
+    try:
+        hooks.__enter__()
+    except RuntimeError:  # saved-tensor hooks are disabled, as in transforms of torch.func
+        spikes, hooks = None, contextlib.nullcontext()
     active.spikes = spikes
     try:
-        with hooks:
-            yield
+        yield
     finally:
         active.spikes = outer
+        hooks.__exit__(None, None, None)
         if spikes is not None:
             spikes.registered.clear()
 
 
 def wants_bits(x: Tensor) -> bool:
     """Whether the binary outputs of a neuron that reads `x` should be returned as bits, too."""
-    if torch.compiler.is_compiling():
-        return False
     return active.spikes is not None and x.numel() >= MIN_VALUES
 
 
