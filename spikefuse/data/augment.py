@@ -11,6 +11,7 @@ Shape legend: B examples, T time steps, P polarities, H rows, W columns, N class
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F

@@ -45,17 +45,18 @@ def compile_graph(
         report: is told what was fused.
         mode: "eager" executes the graph, "recorded" replays it as CUDA graphs, "inductor" compiles
             it further, and "auto" is "recorded" on a GPU and "eager" on a CPU.
-        chunks: cut the graph into about so many segments, which backward recomputes; Inductor does
-            not compile it then.
+        chunks: cut the graph into about so many segments, which backward recomputes; it is executed
+            then.
     """
     report.graphs += 1
     apply_passes(gm, report)
     if mode == "inductor" and chunks is None:
         return inductor(gm, example_inputs)
     recompute_checkpoints(gm)
-    run = operations.saving_bits(gm if chunks is None else checkpointed(gm, chunks))
+    run = operations.saving_bits(gm if chunks is None else checkpointed(gm, chunks), report)
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)
-    if mode == "recorded" or (mode == "auto" and on_gpu and not operations.shares_time()):
+    records = mode == "recorded" or (mode == "auto" and on_gpu)
+    if records and chunks is None and not operations.shares_time():
         return recorded(run, buffers_of(gm))
     return run
 

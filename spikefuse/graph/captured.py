@@ -38,7 +38,7 @@ class Captured:
         self.mode, self.report = mode, Report(prefix)
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._is_new_call = True
-        self._has_run = self._has_failed = False
+        self._has_failed = False
 
     def __call__(
         self,
@@ -57,8 +57,8 @@ class Captured:
             self.report.clear()
             self.report.note("not captured: a module has backward hooks")
             return _run(function, net, args, kwargs)
-        self._is_new_call, self._has_run = True, False
-        key = function, hooks, chunks_of_call()
+        self._is_new_call, self.report.has_run = True, False
+        key = function, hooks, current_policy()
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile(function)
@@ -66,7 +66,7 @@ class Captured:
         try:
             return compiled(net, args, kwargs)
         except Exception as error:
-            if self._has_run:
+            if self.report.has_run:
                 raise
             lines = str(error).strip().splitlines()
             obstacle = f"capture failed: {lines[0] if lines else type(error).__name__}"
@@ -91,13 +91,7 @@ class Captured:
         if self._is_new_call:
             self._is_new_call = False
             self.report.clear()
-        graph = compile_graph(gm, example_inputs, self.report, self.mode, chunks_of_call())
-
-        def run(*args: Any) -> Any:
-            self._has_run = True
-            return graph(*args)
-
-        return run
+        return compile_graph(gm, example_inputs, self.report, self.mode, chunks_of_call())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_compiled": {}, "_has_failed": False}

@@ -1,4 +1,4 @@
-"""The pass for input that is the same at each step: the first layers compute one step of it.
+"""The pass for input that is the same at each step, of which the first layers compute one step.
 
 A sequence is constant if its time has stride 0 (as from `encode.direct`), or if the network
 expands or repeats an image along a new first dim. Layers that treat all rows alike compute one
@@ -172,9 +172,11 @@ def _of_reader(node: fx.Node, constants: dict[fx.Node, _Constant]) -> _Constant 
     applies = ROWWISE.get(node.target)
     if applies is None or not applies(node) or node.kwargs.get("inplace"):
         return None
-    trains = node.target is F.batch_norm and arguments_of(node, F.batch_norm)["training"]
-    if trains and value(node).numel() <= after[1] * known.num_steps:
-        return None  # one value per channel has no variance; T of them have
+    has_one_value = node.target is F.batch_norm and (
+        value(node).numel() <= after[1] * known.num_steps
+    )
+    if has_one_value and arguments_of(node, F.batch_norm)["training"]:
+        return None  # it has no variance, but T of them have
     return _Constant(known.num_steps, is_folded=True)
 
 

@@ -23,14 +23,15 @@ from spikefuse.graph.nodes import (
     IN_PLACE_ADDITIONS,
     RESHAPES,
     arguments_of,
+    changed_by,
     changes_something,
     dim_after,
     has_one_reader,
     is_view,
-    memory_of,
     module_of,
     name_of,
     replay,
+    storage_of,
     value,
     views_above,
 )
@@ -102,6 +103,7 @@ class Match:
 
 def fuse_norms(graph: fx.Graph, report: Report) -> None:
     """Replace norms and neurons by blocks where this changes no result."""
+    _read_sums_in_place(graph)
     for node in list(graph.nodes):
         if ScanNode.is_scan(node):
             scan = ScanNode(node)
@@ -119,6 +121,15 @@ def fuse_norms(graph: fx.Graph, report: Report) -> None:
     for node in graph.nodes:
         if node.target is F.batch_norm:
             report.leave(module_of(node), _reader_of(node))
+
+
+def _read_sums_in_place(graph: fx.Graph) -> None:
+    """Let what reads a norm after an addition in place read the result of the addition."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.find_nodes(op="call_method", target="add_"):
+        norm, start = node.args[0], order[node]
+        if norm.target is F.batch_norm:
+            norm.replace_all_uses_with(node, lambda n, start=start: order[n] > start)
 
 
 def _match(scan: ScanNode, order: dict[fx.Node, int]) -> Match:
@@ -153,14 +164,13 @@ def _match(scan: ScanNode, order: dict[fx.Node, int]) -> Match:
         raise NotFusible(
             f"its input has {int(x.numel()):,} values: on a CPU, fusing helps from {MIN_VALUES:,}"
         )
-    reads = {memory_of(arguments_of(s.norm, F.batch_norm)["input"]) for s in norms}
-    reads.add(memory_of(residual))
+    reads = {storage_of(arguments_of(s.norm, F.batch_norm)["input"]) for s in norms}
+    reads = {*reads, storage_of(residual)} - {None}
     first, last = min(order[s.norm] for s in norms), order[scan.node]
     own = order[read] if read.target in IN_PLACE_ADDITIONS else -1
     if any(first < i < last and i != own and changes_something(n) for n, i in order.items()):
         raise NotFusible("a tensor or a mode may change between it and its neuron")
-    if any(i > last and changes_something(n) and n.args and memory_of(n.args[0]) in reads
-           for n, i in order.items()):  # fmt: skip
+    if any(i > last and storage_of(x) in reads for n, i in order.items() for x in changed_by(n)):
         raise NotFusible("a tensor that a block would save is changed in place later")
     return Match(scan, norms, residual, views, read, channel)
 
@@ -169,7 +179,7 @@ def _summands(add: fx.Node, order: dict[fx.Node, int]) -> list[Summand]:
     """Both sides of a sum, norms first, and of these the one called last first."""
     sides: Any = add.args
     values = [value(x) for x in sides]
-    if len(sides) != 2 or add.kwargs or sides[0] is sides[1]:
+    if len(sides) != 2 or add.kwargs not in ({}, {"alpha": 1}) or sides[0] is sides[1]:
         raise NotFusible("its sum is not one of two tensors")
     if not all(isinstance(v, Tensor) for v in values) or (
         (values[0].shape, values[0].dtype) != (values[1].shape, values[1].dtype)
@@ -194,6 +204,10 @@ def _check_sum_is_returnable(
     keeps_order = {name_of(v) for v in views} <= RESHAPES
     if not (is_known and later and keeps_order):
         raise NotFusible("its result is also read by something else")
+    returned = read.graph.output_node().all_input_nodes
+    if value(read).requires_grad and storage_of(read) in map(storage_of, returned):
+        # The spikes have a gradient with respect to it, but not to the sum that a block returns.
+        raise NotFusible("its result is returned")
 
 
 def _can_share_block(norms: list[Summand]) -> bool:
@@ -261,8 +275,8 @@ def _replace(graph: fx.Graph, match: Match) -> None:
         if training:
             counter = _counter_of(summand.norm)
             with graph.inserting_before(summand.norm):
-                buffers: Any = a["running_mean"], a["running_var"], counter and counter.args[0]
-                running = Running(*buffers, a["momentum"])
+                batches: Any = None if counter is None else counter.args[0]
+                running = Running(a["running_mean"], a["running_var"], batches, a["momentum"])
                 repeats = summand.norm.meta.get("repeats", 1)
                 batch = graph.call_function(
                     operations.norm_statistics,

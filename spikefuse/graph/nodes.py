@@ -98,13 +98,6 @@ def changes_something(node: fx.Node) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def memory_of(node: Any) -> Any:
-    """The node whose memory a node may share through views."""
-    while is_view(node):
-        node = node.args[0]
-    return node
-
-
 def changed_by(node: fx.Node) -> list[fx.Node]:
     """The tensors that a node may change in place, except for running statistics of norms."""
     changed: Any = ()

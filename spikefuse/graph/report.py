@@ -33,12 +33,14 @@ class Report:
         places: one for each call of a batch norm, in the order of the graphs.
         graphs: the number of graphs; more than one if Python code broke the capture.
         notes: what else a user should know, such as why the capture failed.
+        has_run: whether a graph of the running call has been executed.
     """
 
     prefix: str = ""
     places: list[Place] = field(default_factory=list)
     graphs: int = 0
     notes: list[str] = field(default_factory=list)
+    has_run: bool = field(default=False, repr=False, compare=False)
 
     def clear(self) -> None:
         self.places, self.graphs, self.notes = [], 0, []

@@ -66,7 +66,7 @@ class _Graphs(Captured):
         for part in gm.modules():
             if isinstance(part, fx.GraphModule):
                 vars(part)["forward"] = _Nodes(part, self).run
-        return operations.saving_bits(gm)
+        return operations.saving_bits(gm, self.report)
 
 
 class _Nodes(fx.Interpreter):

@@ -270,11 +270,11 @@ def test_invalid_calls_raise(group: Group) -> None:
         assert part in message
 
 
-POLICIES = memory.SaveAll(), memory.Bits(), memory.Auto(1e-3)
+POLICIES = memory.SaveAll(), memory.Bits()
 
 
 def by_policies(axis: DeviceMesh, x: Tensor) -> list[Any]:
-    """Outputs and gradients with each policy, in the second call, for which `Auto` has chosen."""
+    """Outputs and gradients with each policy, in the second call."""
     return [shared_by(axis, x, policy) for policy in (None, *POLICIES)]
 
 
@@ -305,7 +305,7 @@ def checkpointed(axis: DeviceMesh, x: Tensor) -> list[Tensor]:
     y = checkpoint(net, part, use_reentrant=False)
     (y * weights_of(y.new_empty(len(x), *y.shape[1:]))[mine]).sum().backward()
     neuron = shard_time(sf.Temporal(CheckpointedNeuron()), axis)
-    with pytest.raises(RuntimeError, match="checkpoint the whole Temporal"):
+    with pytest.raises(RuntimeError, match=r"use spikefuse\.checkpoint"):
         neuron(part).sum().backward()
     return [p.grad for p in net.parameters()]
 

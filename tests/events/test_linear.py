@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import spikefuse as sf
-from spikefuse.memory import Auto, Bits, Checkpoint, SaveAll
+from spikefuse.memory import Bits, Checkpoint, SaveAll
 from spikefuse.nn import EventLinear, Events
 from tests.events.networks import dense, gradients
 
@@ -155,11 +155,11 @@ def test_overflow_dense_and_raise() -> None:
         net(x)
 
 
-@pytest.mark.parametrize("memory", [SaveAll(), Bits(), Auto(1.0)])
+@pytest.mark.parametrize("memory", [SaveAll(), Bits(), Checkpoint()])
 def test_memory_policies(memory) -> None:
     net, x = network(), Events.from_dense(spikes(40))
     other = sf.Temporal(copy.deepcopy(net.net), memory)
-    for _ in range(2):  # Auto measures in the first call and then chooses
+    for _ in range(2):
         for a, b in zip(gradients(other, other(x)), gradients(net, net(x)), strict=True):
             assert torch.equal(a, b)
 
@@ -310,14 +310,6 @@ def test_as_many_threads_as_there_are() -> None:
         found.append(gradients(net, y))
         net.zero_grad()  # to None
     torch.testing.assert_close(found[1], found[0])
-
-
-def test_checkpoint_is_refused() -> None:
-    net = sf.Temporal(network((40, 30, 10)).net, Checkpoint())
-    with pytest.raises(ValueError, match=r"Checkpoint\(\) takes a tensor, not Events"):
-        net(Events.from_dense(spikes(40)))
-    with pytest.raises(ValueError, match=r"Checkpoint\(\) needs a network that torch.fx can trace"):
-        net(spikes(40))
 
 
 def test_a_copy_and_a_saved_state() -> None:

@@ -14,7 +14,7 @@ SHAPE = (4, 6, 3, 8, 8)  # T, B, C, H, W
 
 @pytest.mark.parametrize("cast", [None, torch.bfloat16])
 def test_peak_of_a_model(monkeypatch, cast):
-    """Of cifar_large: the gradient of the first layer, some parts of it, bits and weights."""
+    """Of cifar_large: four tensors of the size of the first layer's output, bits and weights."""
     # As networks are trained: other algorithms need much memory of their own.
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     x = make_input((10, 16, 3, 32, 32), device="cuda")
@@ -30,8 +30,8 @@ def test_peak_of_a_model(monkeypatch, cast):
         torch.cuda.reset_peak_memory_stats()
         train(net, x, cast)
         peaks[policy] = torch.cuda.max_memory_allocated() - before - weights
-    assert peaks[Checkpoint()] < 2.2 * largest
-    assert peaks[Checkpoint()] < 0.4 * peaks[Recompute()]
+    assert peaks[Checkpoint()] < 4.5 * largest
+    assert peaks[Checkpoint()] < 0.75 * peaks[Recompute()]
 
 
 def test_a_cuda_graph(monkeypatch):

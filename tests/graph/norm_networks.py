@@ -105,7 +105,6 @@ FUSED = {
     "shape first": (lambda n, x: n.lif((y := n.bn(n.first(x))) + x.view(y.shape)), True),
     "read again": (lambda n, x: n.lif(y := n.bn(n.first(x))) + y.sigmoid(), False),
     "sum read again": (lambda n, x: n.lif(y := n.bn(n.first(x)) + x) + y.sigmoid(), True),
-    "sum and norm": (lambda n, x: n.lif((y := n.bn(n.first(x))) + x) + y.sigmoid(), True),
     "potential": (potential, True),
     "two neurons": (lambda n, x: n.lif(y := n.bn(n.first(x))) + n.lif2(y), False),
 }

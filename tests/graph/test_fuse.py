@@ -121,9 +121,7 @@ def test_wrong_arguments() -> None:
         sf.fuse(OwnNorm)
     with pytest.raises(ValueError, match="mode is 'fast': expected one of auto, eager, inductor"):
         sf.fuse(network(), mode="fast")
-    with pytest.raises(
-        TypeError, match=r"model is a DataParallel, .* DataParallel\(spikefuse.fuse"
-    ):
+    with pytest.raises(TypeError, match=r"model is a DataParallel, .* DataParallel\(spikefuse"):
         sf.fuse(nn.DataParallel(network()))
 
 

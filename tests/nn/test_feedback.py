@@ -45,7 +45,7 @@ def test_a_matrix_equals_recurrent(device):
     assert torch.allclose(body.weight.grad, 2 * made.weight.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_torch_checkpoint_recomputes_it(device):
+def test_checkpoint_recomputes_it(device):
     torch.manual_seed(0)
     feedback = sf.nn.Feedback(nn.Linear(8, 8), sf.LIF(0.75)).to(device)
 
@@ -55,7 +55,7 @@ def test_torch_checkpoint_recomputes_it(device):
             self.feedback = feedback
 
         def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(self.feedback, x, use_reentrant=True)
+            return sf.checkpoint(self.feedback, x)
 
     x, grads = torch.randn(5, 3, 8, device=device), []
     for net in (feedback, Checkpointed()):

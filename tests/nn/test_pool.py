@@ -229,7 +229,7 @@ def test_only_selections_of_spikes_are_packed(backends, called, layer):
 
 
 class TwoReaders(nn.Module):
-    """Two neurons read the maxima, so that Checkpoint saves them."""
+    """Two neurons read the maxima, which a cut saves."""
 
     def __init__(self, layer):
         super().__init__()
@@ -242,16 +242,15 @@ class TwoReaders(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.MaxPool2d, sf.nn.MaxPool2d])
-def test_checkpoint_saves_maxima(backends, kind):
-    x, found = make_input((3, 2, 3, 16, 16), device=backends.device), []
-    for policy in (None, Checkpoint(1)):
+def test_checkpoint_saves_maxima_as_bits(backends, kind):
+    x, found = make_input((3, 2, 3, 32, 32), device=backends.device), []
+    for policy in (None, Checkpoint()):
         torch.manual_seed(0)
-        net = sf.Temporal(TwoReaders(kind(2, 1)), policy).to(backends.device)
+        net = sf.fuse(sf.Temporal(TwoReaders(kind(2)), policy)).to(backends.device)
         with packings() as seen:
             found.append(trained(net, x))
     assert_same(*found)
-    spikes, maxima = (3 * 2 * 4 * size * size for size in (16, 15))
-    assert seen == [spikes, *[maxima] * 3]  # and the outputs of the neurons
+    assert seen == [3 * 2 * 4 * 16 * 16]
 
 
 def test_explain_reports_pooling(backends, called):

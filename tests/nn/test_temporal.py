@@ -293,11 +293,11 @@ class Masked(nn.Module):
         return {"spikes": y, "pair": (y * mask, extra["name"])}
 
 
-@pytest.mark.parametrize("memory", [None, "auto"])
+@pytest.mark.parametrize("memory", [None, sf.memory.Checkpoint()], ids=str)
 def test_several_and_nested_arguments(memory):
     torch.manual_seed(0)
     model, mask = Masked(), (torch.rand(20, 2, 6) < 0.5).float()
-    net = sf.Temporal(model, memory, 1.0 if memory else None)
+    net = sf.Temporal(model, memory)
     extra = {"bias": [make_input((20, 2, 6), seed=1)], "name": "extra"}
     wanted = sf.LIF(threshold=0.3)(model.linear(X) * 2.0 + extra["bias"][0])
     for _ in range(2):
@@ -305,7 +305,6 @@ def test_several_and_nested_arguments(memory):
         assert torch.equal(result["spikes"], wanted)
         assert torch.equal(result["pair"][0], wanted * mask)
         assert result["pair"][1] == "extra"
-    assert len(net._cache) == (memory is not None)
     # A tensor that is the same at each step is expanded over time.
     still = mask[0].expand(20, 2, 6)
     assert torch.equal(
@@ -327,9 +326,7 @@ def batch_first(net: sf.Temporal) -> sf.Temporal:
     return sf.Temporal(net.net, net.memory, batch_first=True).train(net.training)
 
 
-@pytest.mark.parametrize(
-    "memory", [sf.memory.Recompute(), sf.memory.Checkpoint(2), sf.memory.Auto(1.0)], ids=str
-)
+@pytest.mark.parametrize("memory", [sf.memory.Recompute(), sf.memory.Checkpoint(2)], ids=str)
 def test_batch_first(memory):
     net = sf.fuse(sf.Temporal(convolutional().eval().net, memory)).eval()
     weights = torch.arange(12.0 * 2 * 5).view(12, 2, 5)
@@ -437,8 +434,6 @@ def test_the_printed_network():
     assert str(sf.Temporal(sf.LIF())).startswith("Temporal(\n  (net)")
     net = sf.Temporal(sf.LIF(), sf.memory.Bits(), batch_first=True)
     assert "Temporal(\n  batch_first=True, memory=Bits()\n  (net)" in str(net)
-    net = sf.Temporal(sf.LIF(), "auto", 2.0)
-    assert "memory=Auto(budget=2.0)" in str(net)
 
 
 def test_a_neuron_called_twice():
@@ -481,9 +476,6 @@ VALUE_ERRORS = {
     ),
     r"input 1\['bias'\]\[0\] has shape \[2, 6\]: expected .*make it an attribute of the network": (
         lambda: sf.Temporal(Masked())(X, {"bias": [X[0]]}, mask=X)
-    ),
-    r"memory=Checkpoint\(\) takes a tensor, not several or nested arguments: use another policy": (
-        lambda: sf.Temporal(Masked(), sf.memory.Checkpoint())(X, {"bias": [X]}, mask=X)
     ),
     r"3 sequences are given to a network whose time is sharded: expected one": (
         lambda: sharded(sf.Temporal(Masked()))(X, {"bias": [X]}, mask=X)
@@ -594,55 +586,12 @@ def test_threads():
     assert found == []
 
 
-class Checkpointed(nn.Module):
-    """A part of a network that is computed again in backward."""
-
-    def __init__(self, net: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.net, self.reentrant = net, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.net, x, use_reentrant=self.reentrant)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_of_the_container(reentrant):
     net = linear()
     for x in (X, X[:7]):
         actual = gradients(net, x, lambda x: checkpoint(net, x, use_reentrant=reentrant))
         assert_equal(actual, gradients(net, x))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_inside_the_container(reentrant):
-    net = linear()
-    inside = sf.Temporal(Checkpointed(net.net, reentrant))
-    for x in (X, X[:7]):
-        expected = gradients(net, x)
-        for _ in range(2):
-            assert_equal(gradients(inside, x), expected)
-
-
-AMBIGUOUS = "its number of time steps or its state is no longer known: checkpoint the whole"
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_inside_with_another_number_of_steps(reentrant):
-    net = sf.Temporal(Checkpointed(linear().net, reentrant))
-    net(X.clone().requires_grad_())
-    y = net(X.reshape(10, 4, 6).requires_grad_())
-    with pytest.raises(RuntimeError, match=AMBIGUOUS):
-        y.sum().backward()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_inside_with_a_state(reentrant):
-    net = sf.Temporal(Checkpointed(linear().net, reentrant))
-    x = X.clone().requires_grad_()
-    _, state = net(x, return_state=True)
-    y = net(x, state=state)
-    with pytest.raises(RuntimeError, match=AMBIGUOUS):
-        y.sum().backward()
 
 
 def test_a_neuron_outside_the_network_runs_alone():
@@ -658,19 +607,6 @@ def test_a_neuron_that_is_not_a_submodule_does_not_read_rows_as_time(run):
         run(sf.Temporal(Mixes(lambda _, x: neurons[0](x))))
 
 
-def test_checkpoint_of_a_lone_neuron_that_was_in_a_container():
-    neuron = sf.LIF()
-    sf.Temporal(neuron)(torch.randn(4, 2, 3))
-    x = torch.randn(5, 2, 3, requires_grad=True)
-    (expected,) = torch.autograd.grad(neuron(x).sum(), x)
-    (actual,) = torch.autograd.grad(checkpoint(neuron, x, use_reentrant=False).sum(), x)
-    assert torch.equal(actual, expected)
-    # As many rows as the container had: nobody can tell which of the two is computed again.
-    y = torch.randn(8, 1, 3, requires_grad=True)
-    with pytest.raises(RuntimeError, match="checkpoint the whole Temporal"):
-        checkpoint(neuron, y, use_reentrant=False).sum().backward()
-
-
 def test_compiled_networks_of_several_shapes_and_modes():
     torch.compiler.reset()
     net = sf.Temporal(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), sf.LIF()))
@@ -680,30 +616,6 @@ def test_compiled_networks_of_several_shapes_and_modes():
         for shape in ((4, 2, 3), (6, 5, 3)):
             x = torch.randn(shape)
             assert torch.equal(compiled(x), net(x))
-
-
-def test_auto_policy_measures_once_per_shape_and_mode():
-    layers = nn.Conv2d(5, 8, 1), nn.BatchNorm2d(8), sf.LIF(), nn.Conv2d(8, 2, 1)
-    net = sf.Temporal(nn.Sequential(*layers), "auto", budget=1.0)
-    x = make_input((4, 2, 5, 4, 4))
-    with torch.no_grad():
-        net(x)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        net(x)
-    assert len(net._cache) == 0
-    for given in (x, x, x[:, :1], x[:3], x + 1):
-        net(given)
-    assert len(net._cache) == 3
-    net.eval()(x)
-    net(x, impl="reference")
-    assert len(net._cache) == 5
-    fused = sf.fuse(net)
-    assert (len(fused._cache), len(net._cache)) == (0, 5)
-    sf.explain(fused, x)
-    assert len(fused._cache) == 0
-    fused(x)
-    (layer,) = sf.explain(fused, x).layers
-    assert layer.memory == sf.memory.SaveAll()
 
 
 def test_triton_is_prepared_as_soon_as_the_network_is_on_a_gpu(monkeypatch):

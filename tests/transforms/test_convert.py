@@ -159,7 +159,6 @@ def test_recomputed_inside_temporal():
 
 def test_memory_policies_recompute_converted_networks():
     ours, x = sf.convert(nn.Sequential(nn.Linear(20, 20), LIFNode())), torch.randn(6, 2, 20)
-    # Warnings are errors: Checkpoint warns of a network with hooks of the user's.
     sf.Temporal(ours, memory=sf.memory.Checkpoint())(x).sum().backward()
 
 
