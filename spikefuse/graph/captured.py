@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from spikefuse._torch import forward_hooks, has_backward_hooks
 from spikefuse.graph.backend import Graph, compile_graph
 from spikefuse.graph.report import Report
 from spikefuse.memory.policies import Checkpoint
@@ -47,9 +48,6 @@ class Captured:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run `function(net, args, kwargs)`."""
-        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        if is_traced:
-            return function(net, args, kwargs)
         if active.observer is not None:
             return active.observer.network(function, net, args, kwargs)
         if self._has_failed:
@@ -67,17 +65,19 @@ class Captured:
         outer, active.captures = active.captures, True
         try:
             return compiled(net, args, kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except Exception as error:
             if self.report.has_run:
                 raise
-            self._has_failed = True
-            self.report.clear()
-            first, *more = str(error).strip().splitlines()
+            first, *more = str(error).strip().splitlines() or [type(error).__name__]
             cause = f" {more[0]}" if more and first.endswith(":") else ""
-            self.report.note(f"capture failed: {first}{cause}")
+            obstacle = f"capture failed: {first}{cause}"
         finally:
             active.captures = outer
-        return _run(function, net, args, kwargs)
+        result = _run(function, net, args, kwargs)  # which raises an error of the network
+        self._has_failed = True
+        self.report.clear()
+        self.report.note(obstacle)
+        return result
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # TorchDynamo stores graphs with the code of a function and runs at most a few of each, so
@@ -103,9 +103,8 @@ def _hooks_of(net: nn.Module) -> tuple[int, ...] | None:
     there are backward hooks, which it does not trace."""
     found: list[int] = []
     for module in net.modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            found += [*module._forward_hooks, *module._forward_pre_hooks]
-        if module._backward_hooks or module._backward_pre_hooks:
+        found += forward_hooks(module)
+        if has_backward_hooks(module):
             return None
     return tuple(found)
 

@@ -10,6 +10,7 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
@@ -272,13 +273,17 @@ def _replace(graph: fx.Graph, match: Match) -> None:
     reserve_counters(alone.backend, value(scan.inputs[0]).device)
     for summand, a in zip(match.norms, settings, strict=True):
         if training:
+            counter = _counter_of(summand.norm)
             with graph.inserting_before(summand.norm):
-                running = Running(a["running_mean"], a["running_var"], momentum=a["momentum"])
+                batches: Any = None if counter is None else counter.args[0]
+                running = Running(a["running_mean"], a["running_var"], batches, a["momentum"])
                 repeats = summand.norm.meta.get("repeats", 1)
                 batch = graph.call_function(
                     operations.norm_statistics,
                     (a["input"], a["weight"], running, a["eps"], alone.backend, repeats),
                 )
+            if counter is not None:
+                graph.erase_node(counter)
             statistics: Any = batch
             norms.append(Norm(a["weight"], a["bias"], a["eps"], statistics))
         else:
@@ -308,6 +313,18 @@ def _replace(graph: fx.Graph, match: Match) -> None:
         first = match.views[-1] if match.views else scan.node
         match.read.replace_all_uses_with(total, delete_user_cb=lambda n: n is not first)
     _erase(graph, match)
+
+
+def _counter_of(norm: fx.Node) -> fx.Node | None:
+    """The node that counts the batches of a norm, which its statistics can do as well."""
+    for node in norm.graph.nodes:
+        if node.target == "add_" and module_of(node) == module_of(norm) and not node.users:
+            count, *added = node.args
+            x, is_alone = value(count), all(n.target == "add_" for n in count.users)
+            is_known = isinstance(x, Tensor) and x.dtype == torch.int64 and added == [1]
+            if is_known and is_alone and x.device == value(norm).device:
+                return node
+    return None
 
 
 def _erase(graph: fx.Graph, match: Match) -> None:
