@@ -1,48 +1,51 @@
 """The private names of PyTorch that this package uses; no other file uses one.
 
-For each name there is a fall-back that uses public names only, which takes its place in versions of
-PyTorch that lack it. `tests/test_torch.py` compares them. Times are those of a call, with torch
-2.13 on one core of a server:
+Versions of PyTorch that lack a name get a fall-back of public names, which `tests/test_torch.py`
+compares. Times are those of a call with torch 2.13 on one core:
 
-- `_python_dispatch.TorchDispatchMode` records the operations of a step, from which kernels are
-  made. PyTorch documents it, but no public module has it. Without it, neurons run in the eager
-  loop, `impl="reference"`, which takes 10 to 100 times as long.
-- `_len_torch_dispatch_stack` (0.07 us) tells whether an eager call may skip the dispatcher. Without
-  it, all calls are operations of the library, which take 150 us more.
+- `_python_dispatch.TorchDispatchMode` records the operations of a step, of which kernels are made.
+  PyTorch documents it, but no public module has it. In public: the eager loop, `impl="reference"`.
+- `_len_torch_dispatch_stack` (0.07 us) tells whether a call may skip the dispatcher. In public:
+  operations of the library, which the dispatcher always calls (150 us).
 - `_get_current_graph_task_keep_graph` (0.1 us) tells whether backward may overwrite what forward
-  saved. Without it, the backward of a recurrent layer takes the memory of one more sequence.
-- `_top_saved_tensors_default_hooks` (0.09 us) returns the active hook. To see whether there is any,
-  in public, takes 4.5 us, or 35 us if there is; spikes are not packed under it then.
-- `_version` (0.06 us) counts the changes of a tensor in place. To hash its values takes 60 us for
-  10,000 floats on a CPU, and waits for a GPU.
-- `_dynamo.lookup_backend` returns Inductor as a function of a graph. Without it, graphs run eagerly.
-  `_dynamo.config` lets networks be captured whole inside `DistributedDataParallel`; else norms and
-  neurons of which it sends gradients apart are not fused.
+  has saved. In public: it may not, and a recurrent layer takes the memory of one more sequence.
+- `_top_saved_tensors_default_hooks` (0.09 us) returns the active hook. In public: whether there is
+  any (4.5 us, or 35 us if there is), so that spikes are not packed while memory is measured.
+- `_version` (0.06 us) counts changes in place. In public: a hash of the values (60 us for 10,000
+  floats on a CPU; it waits for a GPU).
+- `_dynamo.lookup_backend` returns Inductor as a function of a graph. In public: graphs run eagerly.
+  `_dynamo.config` lets TorchDynamo capture whole graphs inside `DistributedDataParallel`. In
+  public: none, and norms and neurons whose gradients are sent apart are not fused.
 - `_dynamo_marked_constant` is what `torch.compiler.assume_constant_result` sets, which first
-  imports TorchDynamo: 2 s more for `import spikefuse`.
-- `_execution_engine` differentiates inside of the tracer's modes, which `torch.autograd.grad` leaves,
-  so that a derivative that reads shapes is refused; and calls a function at the end of a backward
-  pass. Without it, a function is called at once, and waits longer.
-- `_replicate_for_data_parallel` is a method of `nn.Module` that `nn.DataParallel` calls. Modules that
-  override it are not copied, which would split their time.
-- `_cuda_clearCublasWorkspaces` lets a CUDA graph own the memory that cuBLAS uses. Without it, call
-  no network that Inductor has recorded as a CUDA graph after ours.
-- `_cuda_endAllocateToPool` and `_cuda_releasePool` end a capture that CUDA has invalidated. Without
-  them, its memory is lost until the process ends.
+  imports TorchDynamo: `import spikefuse` would take 2 s more.
+- `_execution_engine` differentiates inside of the tracer's modes, and calls a function at the end
+  of a backward pass. In public: `torch.autograd.grad`, which leaves the modes, so that derivatives
+  which read shapes are not refused; and the function is called at once, and waits longer.
+- `_replicate_for_data_parallel` is called by `nn.DataParallel`, which would split the time of
+  neurons. There is no public way to refuse this.
+- `_cuda_clearCublasWorkspaces` lets a CUDA graph own the memory that cuBLAS uses. In public: none,
+  and after a network that Inductor has recorded, replays may write to memory of others.
+- `_cuda_endAllocateToPool` and `_cuda_releasePool` end a capture that CUDA has invalidated. In
+  public: none, and its memory is lost until the process ends.
+
+Attributes of modules are found by `vars(nn.Module())`, which has no names of ours. Operators, and
+the functions in captured graphs, are known by their names, which may begin with an underscore.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.autograd import Variable
 from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.nn.modules import module as modules
 
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
@@ -59,7 +62,7 @@ class NoDispatchMode:
 
 
 try:
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 except ImportError:
     TorchDispatchMode = NoDispatchMode  # type: ignore[assignment,misc]
 
@@ -111,13 +114,17 @@ if not hasattr(Tensor, "_version"):
     version = hashed
 
 
+def dynamo_is_imported() -> bool:
+    return "torch._dynamo" in sys.modules
+
+
 def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a graph by Inductor."""
     try:
         compile_graph = importlib.import_module("torch._dynamo").lookup_backend("inductor")
     except (ImportError, AttributeError):
         return gm
-    return compile_graph(gm, example_inputs)  # type: ignore[no-any-return]
+    return compile_graph(gm, example_inputs)
 
 
 @contextlib.contextmanager
@@ -128,7 +135,7 @@ def whole_graphs() -> Iterator[None]:
         yield
         return
     config: Any = importlib.import_module("torch._dynamo.config")
-    before, config.optimize_ddp = config.optimize_ddp, False
+    before, config.optimize_ddp = getattr(config, "optimize_ddp", None), False
     try:
         yield
     finally:
@@ -183,6 +190,53 @@ def refuse_data_parallel(cls: C) -> C:
 
     cls._replicate_for_data_parallel = refuse  # type: ignore[attr-defined]
     return cls
+
+
+#: The names of an `nn.Module`'s dicts of parameters, buffers, submodules and hooks, and of the
+#: hooks among them: what each module has, without names of our own.
+_DICTS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
+_FORWARD_HOOKS = [n for n in _DICTS if n.startswith("_forward") and n.endswith("hooks")]
+_BACKWARD_HOOKS = [n for n in _DICTS if n.startswith("_backward") and n.endswith("hooks")]
+
+
+def separate(module: nn.Module) -> None:
+    """Give a shallow copy its own dicts of parameters, buffers, submodules and hooks."""
+    state = vars(module)
+    state.update({name: state[name].copy() for name in _DICTS if name in state})
+
+
+def registries() -> dict[str, Any]:
+    """Return the dicts of parameters, buffers and submodules of a module that has none."""
+    return {name: value for name, value in vars(nn.Module()).items() if type(value) is dict}
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the submodules by name, also those that have several."""
+    named = module.named_modules(remove_duplicate=False)
+    return {name: child for name, child in named if name and "." not in name}
+
+
+def forward_hooks(module: nn.Module) -> list[int]:
+    """Return the ids of the forward hooks and forward pre-hooks."""
+    state = vars(module)
+    return [key for name in _FORWARD_HOOKS if state[name] for key in state[name]]
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has backward hooks or backward pre-hooks."""
+    state = vars(module)
+    return any(state[name] for name in _BACKWARD_HOOKS)
+
+
+_GLOBAL_HOOKS = [
+    value for name, value in vars(modules).items()
+    if name.startswith(("_global_forward", "_global_backward")) and name.endswith("hooks")
+]  # fmt: skip
+
+
+def has_global_hooks() -> bool:
+    """Whether there are hooks that run for all modules."""
+    return any(_GLOBAL_HOOKS)
 
 
 def nothing(*_: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse import reference
 from spikefuse.block.batch_norm import NORMS, running_of, state_passing_of
@@ -22,7 +21,7 @@ from spikefuse.block.functional import (
     shift_of,
 )
 from spikefuse.block.program import prepare_block
-from spikefuse.kernels.norm import by_batch
+from spikefuse.kernels.norm import BatchNorm, by_batch
 from spikefuse.kernels.running import update_running_stats
 from spikefuse.memory.policies import Checkpoint, Policy
 from spikefuse.neurons.definition import Neuron, States, with_outputs
@@ -79,7 +78,7 @@ class Block(nn.Module):
 
     is_leaf = True  # of traced graphs
 
-    def __init__(self, norm: _BatchNorm, neuron: Neuron, memory: Policy | None = None) -> None:
+    def __init__(self, norm: BatchNorm, neuron: Neuron, memory: Policy | None = None) -> None:
         super().__init__()
         if type(norm) not in NORMS:
             raise TypeError(f"norm is a {type(norm).__name__}: expected one of torch's batch norms")
@@ -112,7 +111,7 @@ class Block(nn.Module):
 
 
 def scan(
-    norms: tuple[_BatchNorm, ...],
+    norms: tuple[BatchNorm, ...],
     neuron: Neuron,
     memory: Policy | None,
     arguments: Arguments[Tensor],
@@ -133,21 +132,22 @@ def scan(
     if backend == "reference":
         return _reference(norms, neuron, arguments, wanted)
     op.check_backend(backend, inputs[0])
-    values: dict[str, Any] = neuron.values()
-    if torch.compiler.is_compiling():
+    is_plain, save = op.is_plain(inputs), _saves_states(memory)
+    if is_plain:
+        block = prepare_block(neuron, backend, kind, wanted.outputs)
+        values = dict[str, Any](neuron.description().values())
+        program, own, floats = block.name, block.own, block.own_floats
+    else:
+        op.refuse_transforms(inputs)
+        values = dict[str, Any](neuron.values())
         about = inputs[0].device, tuple(kind), backend, wanted.outputs, kinds_of(values)
         program, own, floats = neuron.evaluate(_prepare, *about)
-        save = memory is not None and memory.saves_states
-    else:
-        block = prepare_block(neuron, backend, kind, wanted.outputs)
-        program, own, floats = block.name, block.own, block.own_floats
-        save = _saves_states(memory)
     for label in own:
         op.check_param(neuron, label, values[label], inputs[0])
     params, scalars = [values[label] for label in own], [values[label] for label in floats]
     arguments = Arguments(inputs, states, params, (), scalars, passing)
     wanted = Wanted(wanted.final, wanted.bits, save)
-    if not torch.compiler.is_compiling():
+    if is_plain:
         compile_ahead(program, arguments, wanted._replace(save=save and torch.is_grad_enabled()))
     batches = [norm_of(norm, x, backend, passing) for norm, x in zip(norms, inputs, strict=False)]
     results = run_block(program, arguments, batches, wanted)
@@ -170,7 +170,7 @@ def _prepare(
     return block.name, block.own, block.own_floats
 
 
-def norm_of(norm: _BatchNorm, x: Tensor, backend: str, passing: StatePassing | None) -> Norm:
+def norm_of(norm: BatchNorm, x: Tensor, backend: str, passing: StatePassing | None) -> Norm:
     """A norm with the statistics that it uses; in training, updates the running statistics."""
     weight, bias, eps = norm.weight, norm.bias, norm.eps
     if not by_batch(norm):
@@ -180,7 +180,7 @@ def norm_of(norm: _BatchNorm, x: Tensor, backend: str, passing: StatePassing | N
     return Norm(weight, bias, eps, statistics)
 
 
-def can_normalize_residual(norm: _BatchNorm, residual_norm: _BatchNorm) -> bool:
+def can_normalize_residual(norm: BatchNorm, residual_norm: BatchNorm) -> bool:
     """Whether one block can compute both norms."""
     weight, other = norm.weight, residual_norm.weight
     return (
@@ -201,10 +201,10 @@ def _saves_states(memory: Policy | None) -> bool:
 
 
 def _reference(
-    norms: tuple[_BatchNorm, ...], neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted
+    norms: tuple[BatchNorm, ...], neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted
 ) -> Results[Tensor]:
     inputs, definition = tuple(arguments.inputs), with_outputs(neuron, wanted.outputs)
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+    if not op.is_plain(()) or torch.jit.is_tracing():  # type: ignore[attr-defined]
         # The norms of torch.nn, which other programs know how to run.
         normed = [unflatten_steps(norm(flatten_steps(x)), len(x))
                   for norm, x in zip(norms, inputs, strict=False)]  # fmt: skip
@@ -223,7 +223,7 @@ def _reference(
     return Results([y.to(dtype) for y in outputs], finals)
 
 
-def _reference_values(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _reference_values(norm: BatchNorm, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """`x` in at least single precision, and mean, scale and shift of its norm."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if by_batch(norm):
@@ -240,7 +240,7 @@ def _reference_values(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, tuple[Tensor
 
 
 def check_norms(
-    norms: Sequence[_BatchNorm], neuron: Neuron, x: Tensor, backend: str, alone: bool
+    norms: Sequence[BatchNorm], neuron: Neuron, x: Tensor, backend: str, alone: bool
 ) -> None:
     """Check that a block of these norms and this neuron can run on `x`.
 

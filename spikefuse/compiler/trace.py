@@ -9,14 +9,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from spikefuse._torch import TorchDispatchMode
 from spikefuse.compiler import ops
 from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.ops import Operand, UnsupportedOperation
@@ -98,10 +98,8 @@ def step_function(definition: Neuron, params: Sequence[str]) -> Callable[..., tu
     end = split + len(type(definition).states)
 
     def function(*args: Tensor) -> tuple[Tensor, ...]:
-        bound = bind(definition, dict(zip(params, args[end:], strict=True)))
-        for _, module in owners(bound):
-            # Called without the hooks of surrogates, which no kernel can run.
-            vars(module)["_compiled_call_impl"] = module.forward
+        run_time = dict(zip(params, args[end:], strict=True))
+        bound = bind(definition, run_time, as_class=_without_hooks)
         before = dict(_memory(bound))
         outputs, new = call_step(bound, args[:split], args[split:end])
         for name, values in _memory(bound):
@@ -117,10 +115,21 @@ def step_function(definition: Neuron, params: Sequence[str]) -> Callable[..., tu
     return function
 
 
+@cache
+def _without_hooks(cls: type[nn.Module]) -> Any:
+    """A class of the same modules, called without hooks, which no kernel can run."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    kind: Any = type(cls)
+    return kind(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+
+
 def _memory(bound: Neuron) -> Iterator[tuple[str, list[Any]]]:
     """Yield the attributes of a definition and its surrogates, containers with their contents."""
     for prefix, module in owners(bound):
-        own = {**vars(module), **module._buffers}
+        own = {**vars(module), **dict(module.named_buffers(recurse=False))}
         for name, value in (*class_constants(module), *own.items()):
             if name not in INTERNAL:
                 yield prefix + name, list(_contents(value))
@@ -153,9 +162,10 @@ def capture(
     """
     inputs = [torch.full((), 0.5, dtype=torch.float32, device="cpu") for _ in names]
     step = f"the derivative of {definition}.step" if gradients else f"{definition}.step"
-    recorder = _OperationRecorder(dict(zip(names, inputs, strict=True)), step, gradients)
+    reads = _ForbidReads(step)
+    recorder = _OperationRecorder(dict(zip(names, inputs, strict=True)), reads, gradients)
     try:
-        with recorder, _ForbidReads(step):
+        with recorder, reads:
             results = function(*inputs)
     except (UnsupportedOperation, WrongResult, UnknownOutput):
         raise
@@ -220,9 +230,11 @@ class _ForbidReads(TorchFunctionMode):
 
     def __init__(self, step: str) -> None:
         super().__init__()
-        self.step = step
+        self.step, self.is_off = step, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_off:
+            return func(*args, **(kwargs or {}))
         if func in _READS:
             raise _value_read(self.step)
         # PyTorch and we read them where they make no difference.
@@ -236,21 +248,18 @@ class _ForbidReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _OperationRecorder(TorchDispatchMode):
+class _Recording:
     """Runs a step or its reverse eagerly and records every operation."""
 
-    def __init__(self, inputs: dict[str, Tensor], step: str, gradients: bool) -> None:
+    def __init__(self, inputs: dict[str, Tensor], reads: _ForbidReads, gradients: bool) -> None:
         super().__init__()
-        self.step, self.gradients, self.graph = step, gradients, Graph(tuple(inputs))
+        self.reads, self.step = reads, reads.step
+        self.gradients, self.graph = gradients, Graph(tuple(inputs))
         # The operand of each tensor, by address, because autograd returns aliases of the same
         # memory. Holding the tensors keeps addresses unique.
         self.seen: dict[int, tuple[Tensor, Operand]] = {
             tensor.data_ptr(): (tensor, name) for name, tensor in inputs.items()
         }
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import all of torch.compile, which takes a second
 
     def operand(self, value: Any) -> Any:
         """Return an argument's operand in the graph; tensors not recorded are constants."""
@@ -275,8 +284,11 @@ class _OperationRecorder(TorchDispatchMode):
         return value.float() if is_double and not self._is_variable(value) else value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # allows the recorder itself to read tensors
+        self.reads.is_off = True  # the recorder itself reads tensors
+        try:
             return self._record(func, args, kwargs or {})
+        finally:
+            self.reads.is_off = False
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         packet = func.overloadpacket
@@ -287,9 +299,9 @@ class _OperationRecorder(TorchDispatchMode):
                 "so draw them before the call and pass them to the neuron as one more input; "
                 'impl="reference" runs the eager loop'
             )
-        if packet is torch.ops.aten._local_scalar_dense:
+        if torch.Tag.data_dependent_output in func.tags:
             raise _value_read(self.step)
-        in_place = func._schema.is_mutable
+        in_place = packet.__name__.endswith("_") or "out" in kwargs
         if in_place and self.gradients:
             # PyTorch's own derivatives may modify temporary tensors in place.
             in_place, packet = False, getattr(torch.ops.aten, packet.__name__.removesuffix("_"))
@@ -320,6 +332,12 @@ class _OperationRecorder(TorchDispatchMode):
             named = {name: self.operand(a) for name, a in kwargs.items()}
             return ops.REWRITES[packet](self.graph, *operands, **named)
         return self.graph.op(ops.BY_ATEN[packet], *operands)
+
+
+# In a class of its own, `__torch_dispatch__` stays as it is. That of a direct subclass would import
+# all of torch.compile in the first call, which takes a second.
+class _OperationRecorder(_Recording, TorchDispatchMode):
+    """Records the operations of this thread."""
 
 
 def _user_line() -> str:

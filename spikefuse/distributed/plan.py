@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.distributed.mesh import split_batch
 from spikefuse.distributed.time_sharding import import_dynamo
+from spikefuse.kernels.norm import BatchNorm
 from spikefuse.memory.policies import Checkpoint
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn import Temporal
@@ -222,7 +222,7 @@ def plan(model: nn.Module, example: Tensor, mesh: DeviceMesh, statistics: str = 
         layers = [layer._replace(repair=math.inf) for layer in layers]
     largest = max((layer.state_bytes for layer in layers), default=1)
     latency, bandwidth = _measure_link(largest, example.device)
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
+    norms = [m for m in model.modules() if isinstance(m, BatchNorm) and m.training]
     barriers = len(norms) if statistics == "exact" else 0
     x = torch.zeros(1024, device=example.device)
     sums = _measure(lambda: [dist.all_reduce(x) for _ in range(TURNS)]) if barriers else 0.0

@@ -7,18 +7,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.block.batch_norm import CollectiveNorm
 from spikefuse.distributed.links import AxisCollectives
+from spikefuse.kernels.norm import BatchNorm, by_batch
 from spikefuse.kernels.running import Running, update_running_stats
 from spikefuse.nn.call import active
+from spikefuse.scan.op import is_plain
+from spikefuse.scan.state_passing import Affine, Collectives
 
 # torch.batch_norm_stats returns 1 / sqrt(variance + eps).
 _EPS = 1e-5
 
 
-class AxisNorm(CollectiveNorm):
+class AxisNorm(nn.BatchNorm1d):
     """A batch norm whose training statistics include all ranks of an axis.
 
     The result is that of one process with all values, to rounding, running statistics included.
@@ -26,21 +27,17 @@ class AxisNorm(CollectiveNorm):
     but its stream waits for the slowest rank. Parameters, buffers and settings are those of `norm`.
     """
 
-    def __init__(self, norm: _BatchNorm, ranks: AxisCollectives) -> None:
+    def __init__(self, norm: BatchNorm, ranks: AxisCollectives) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(norm.__dict__)
         self.ranks = ranks
 
-    def _check_input_dim(self, x: Tensor) -> None:
+    def forward(self, x: Tensor) -> Tensor:
         if x.ndim < 2:
             raise ValueError(f"a batch norm received shape {list(x.shape)}: expected [N, C, ...]")
-
-    def forward(self, x: Tensor) -> Tensor:
-        # PyTorch's norm refuses one value per channel, of which other ranks have more.
-        is_captured = active.captures and torch.compiler.is_compiling() and x.numel() > x.shape[1]
-        if is_captured or (not self.training and self.running_mean is not None):
-            return super().forward(x)  # of a graph in which a norm is one over all ranks
-        self._check_input_dim(x)
+        mean, variance, affine = self.running_mean, self.running_var, (self.weight, self.bias)
+        if not by_batch(self):
+            return F.batch_norm(x, mean, variance, *affine, eps=self.eps)
         running = Running()
         if self.training and self.track_running_stats:
             batches: Tensor | None = self.num_batches_tracked
@@ -48,15 +45,24 @@ class AxisNorm(CollectiveNorm):
             if rate is None and batches is not None:
                 # The mean over all batches, computed without waiting for a GPU.
                 rate = 1 / (batches + 1)
-            running = Running(self.running_mean, self.running_var, batches, rate)
-        return normalize(x, running, (self.weight, self.bias, self.eps), self.ranks)
+            running = Running(mean, variance, batches, rate)
+        # A norm in a graph of ours is one over all ranks. PyTorch's refuses one value per channel,
+        # of which other ranks have more.
+        if active.captures and x.numel() > x.shape[1] and not is_plain((x,)):
+            if running.batches is not None:
+                running.batches.add_(1)
+            return F.batch_norm(x, *running[:2], *affine, True, running.momentum, self.eps)
+        passing = None if active.call is None else active.call.passing
+        # Those of a checkpoint gather once.
+        ranks = (passing and passing.statistics) or self.ranks
+        return normalize(x, running, (*affine, self.eps), ranks)
 
 
 def normalize(
     x: Tensor,
     running: Running,
-    affine: tuple[Tensor | None, Tensor | None, float],
-    ranks: AxisCollectives,
+    affine: Affine,
+    ranks: Collectives,
 ) -> Tensor:
     """A batch norm with the statistics of all ranks, by which it updates `running`; `affine` is
     (weight, bias, eps)."""
@@ -71,7 +77,7 @@ def share_statistics(net: nn.Module, ranks: AxisCollectives) -> None:
     which has its own ranks."""
     for module in list(net.modules()):
         for name, child in module.named_children():
-            if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
+            if isinstance(child, BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
                 setattr(module, name, AxisNorm(child, ranks))
 
 
@@ -79,7 +85,7 @@ def average_statistics(net: nn.Module, ranks: AxisCollectives) -> None:
     """Average running statistics of the norms in `net` over all ranks after each training call."""
 
     def average(net: nn.Module, *_: Any) -> None:
-        norms = [m for m in net.modules() if isinstance(m, _BatchNorm) and m.training]
+        norms = [m for m in net.modules() if isinstance(m, BatchNorm) and m.training]
         buffers = [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
         if not buffers:
             return
@@ -87,7 +93,8 @@ def average_statistics(net: nn.Module, ranks: AxisCollectives) -> None:
         ranks.sum(flat)
         means = (flat / ranks.size).split([len(b) for b in buffers])
         # Hidden from autograd, whose backward in training does not use the buffers.
-        torch._foreach_copy_([b.data for b in buffers], list(means))
+        for buffer, mean in zip(buffers, means, strict=True):
+            buffer.data.copy_(mean)
 
     net.register_forward_hook(average)
 
@@ -126,7 +133,7 @@ class _NormalizeOverRanks(torch.autograd.Function):
         )
 
 
-def _moments(x: Tensor, ranks: AxisCollectives) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(x: Tensor, ranks: Collectives) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and variance per channel over all ranks, and the number of values."""
     if x.is_cuda:
         mean, scale = torch.batch_norm_stats(_dense(x), _EPS)

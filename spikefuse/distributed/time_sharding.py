@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from spikefuse._torch import at_end_of_backward, dynamo_is_imported
 from spikefuse.distributed.agreement import Agreement
 from spikefuse.distributed.faults import RankWatchdog, recording
 from spikefuse.distributed.links import AxisCollectives, PeerLink
@@ -30,7 +31,7 @@ from spikefuse.events.linear import NO_EVENTS
 from spikefuse.kernels.running import Running
 from spikefuse.nn import EventLinear, Feedback, Recurrent, Temporal
 from spikefuse.nn.recurrent import NO_SHARDS
-from spikefuse.scan.state_passing import Buffers, Channel, StatePassing
+from spikefuse.scan.state_passing import Affine, Buffers, Channel, Collectives, StatePassing
 
 STATISTICS = ("exact", "shard")
 # Thread blocks that a link may occupy on a GPU. On H200s a 4 MB transfer takes 44 us with 16, and
@@ -175,9 +176,9 @@ class TimeShard(StatePassing):
         return split_batch(batch, self.chunks)
 
     def batch_norm(
-        self, x: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float
+        self, x: Tensor, running: Running, affine: Affine, statistics: Collectives
     ) -> Tensor:
-        return normalize(x, running, (weight, bias, eps), self.collectives)
+        return normalize(x, running, affine, statistics)
 
     def begin(self, x: Tensor, call: str, has_state: bool) -> None:
         if has_state and not self.is_first:
@@ -205,7 +206,7 @@ class TimeShard(StatePassing):
         if recording():
             _flush_recorded(self.before)
             # A layer does not know whether it is the last one of the backward pass.
-            Variable._execution_engine.queue_callback(partial(_flush_recorded, self.before))
+            at_end_of_backward(partial(_flush_recorded, self.before))
         return LinkChannel(self, self.after, self.before, buffers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TimeShard:
@@ -223,14 +224,13 @@ def _flush_recorded(link: PeerLink | None) -> None:
 
 
 def import_dynamo() -> None:
-    """Import `torch._dynamo` before the first call that needs it.
+    """Import TorchDynamo before the first call that needs it.
 
     An exception caught during the import would hold that call's frames, and their tensors, until
     the next garbage collection.
     """
-    if "torch._dynamo" not in sys.modules:
-        import torch._dynamo  # noqa: F401
-
+    if not dynamo_is_imported():
+        torch.compiler.list_backends()
         gc.collect()
 
 
@@ -246,23 +246,27 @@ def _groups(ranks: list[int], backend: str, timeout: timedelta) -> list[dist.Pro
     for row in sorted({tuple(row) for row in rows}):
         made = [dist.new_group(row, timeout, "gloo"), dist.new_group(row, backend_timeout, backend)]
         members = [row, row, *pairwise(row)]
-        options = _link_options(backend_timeout) if backend == "nccl" else None
-        made += [dist.new_group(pair, backend_timeout, backend, options) for pair in pairwise(row)]
+        options = _link_options() if backend == "nccl" else None
+        with warnings.catch_warnings():  # that the options have another timeout, which is not used
+            warnings.filterwarnings("ignore", ".*timeout was specified")
+            made += [
+                dist.new_group(pair, backend_timeout, backend, options) for pair in pairwise(row)
+            ]
         joined += [g for g, m in zip(made, members, strict=True) if dist.get_rank() in m]
     return joined
 
 
-def _link_options(timeout: timedelta) -> Any:
+def _link_options() -> Any:
     """Request a high-priority stream on few multiprocessors, because it waits most of the time."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout
     options.config.max_ctas = LINK_CTAS
     return options
 
 
 def _store(group: dist.ProcessGroup) -> Store:
     """Return the job's store, for use by this group from a separate thread."""
-    store = _get_default_store()
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
     # A client must not be used by two threads at a time.
     store = store.clone() if hasattr(store, "clone") else store
     return PrefixStore(f"spikefuse/{group.group_name}", store)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from spikefuse.events import autograd
 from spikefuse.events.candidates import with_candidates
@@ -19,7 +18,7 @@ from spikefuse.events.format import Events
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.neuron import backend_of, refuse_class, scan_neuron
-from spikefuse.scan.op import check_backend, refuse_export
+from spikefuse.scan.op import call_untraced, check_backend, refuse_export
 from spikefuse.scan.records import Arguments, Wanted
 
 IMPLEMENTATIONS = ("auto", "numba", "triton", "dense")
@@ -142,6 +141,8 @@ class EventLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, device=device)) if bias else None
         self.activity: InputActivity | None = None
         self.reset_parameters()
+        self.register_load_state_dict_pre_hook(_check_weight)
+        self.register_load_state_dict_post_hook(_restore_strides)
 
     def reset_parameters(self) -> None:
         """Initialize like nn.Linear: uniform in ±1 / sqrt(in_features)."""
@@ -160,27 +161,8 @@ class EventLinear(nn.Module):
         options = f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
         return f"{options}, capacity={self.capacity}, overflow={self.overflow!r}"
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        weight, expected, errors = state_dict.get(f"{prefix}weight"), self.weight.shape, args[-1]
-        if weight is not None and weight.shape == expected[::-1] != expected:
-            errors.append(
-                f"{prefix}weight is {list(weight.shape)}: expected {list(expected)}, as in "
-                "nn.Linear. Version 0.1 stored the transpose: transpose the weights of all "
-                "EventLinear layers in the state dict, square ones included"
-            )
-        # With assign=True, the weight is now the tensor of the state dict, with its strides.
-        self.weight.data = self.weight.t().contiguous().t()
-
     def forward(self, x: Events | Tensor) -> Events | Tensor:
-        # Disabling `forward` itself would import all of Dynamo in the first call.
-        return self._uncompiled(x) if torch.compiler.is_compiling() else self._run(x)
-
-    @_disable_dynamo
-    def _uncompiled(self, x: Events | Tensor) -> Events | Tensor:
-        return self._run(x)
+        return call_untraced(self._run, x)
 
     def _run(self, x: Events | Tensor) -> Events | Tensor:
         refuse_export()
@@ -322,3 +304,19 @@ class EventLinear(nn.Module):
 
     def _from_events(self, events: Events) -> Events:
         return events
+
+
+def _check_weight(layer: EventLinear, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Before a state dict is loaded: explain a weight that is transposed."""
+    weight, expected, errors = state_dict.get(f"{prefix}weight"), layer.weight.shape, rest[-1]
+    if weight is not None and weight.shape == expected[::-1] != expected:
+        errors.append(
+            f"{prefix}weight is {list(weight.shape)}: expected {list(expected)}, as in "
+            "nn.Linear. Version 0.1 stored the transpose: transpose the weights of all "
+            "EventLinear layers in the state dict, square ones included"
+        )
+
+
+def _restore_strides(layer: EventLinear, _: Any) -> None:
+    """After a state dict was loaded: with assign=True, its tensor is the weight."""
+    layer.weight.data = layer.weight.t().contiguous().t()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
@@ -15,9 +14,8 @@ from spikefuse.graph.checkpoint import CHECKPOINT, checkpointed, recompute_check
 from spikefuse.graph.constant_input import compute_steps_once
 from spikefuse.graph.fuse_norms import fuse_norms
 from spikefuse.graph.layout import use_channels_last
-from spikefuse.graph.nodes import value
 from spikefuse.graph.operations import ScanNode
-from spikefuse.graph.recorded import recorded
+from spikefuse.graph.recorded import buffers_of, recorded
 from spikefuse.graph.report import Report
 
 Graph = Callable[..., Any]
@@ -50,27 +48,34 @@ def compile_graph(
         chunks: cut the graph into about so many segments, which backward recomputes; it is executed
             then.
     """
-    report.graphs += 1
-    apply_passes(gm, report)
-    if mode == "inductor" and chunks is None:
-        return _noted(inductor(gm, example_inputs), report)
-    recompute_checkpoints(gm)
-    run = operations.saving_bits(gm if chunks is None else checkpointed(gm, chunks))
+    if mode == "inductor" and chunks is None and not operations.shares_time():
+        report.graphs += 1
+        apply_passes(gm, report)
+        return noted(inductor(gm, example_inputs), report)
+    run = operations.saving_bits(executable(gm, report, chunks))
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)
     records = mode == "recorded" or (mode == "auto" and on_gpu)
     if records and chunks is None and not operations.shares_time():
-        run = recorded(run, example_inputs)
-    return _noted(run, report)
+        run = recorded(run, buffers_of(gm))
+    return noted(run, report)
 
 
-def _noted(run: Graph, report: Report) -> Graph:
+def noted(run: Graph, report: Report) -> Graph:
     """Let `report` know when a graph runs."""
 
-    def noted(*args: Any) -> Any:
+    def run_noted(*args: Any) -> Any:
         report.has_run = True
         return run(*args)
 
-    return noted
+    return run_noted
+
+
+def executable(gm: fx.GraphModule, report: Report, chunks: int | None) -> fx.GraphModule:
+    """Fuse a graph, and let backward recompute segments of it; see `compile_graph`."""
+    report.graphs += 1
+    apply_passes(gm, report)
+    recompute_checkpoints(gm)
+    return gm if chunks is None else checkpointed(gm, chunks)
 
 
 def apply_passes(gm: fx.GraphModule, report: Report) -> None:
@@ -86,7 +91,6 @@ def apply_passes(gm: fx.GraphModule, report: Report) -> None:
     for node in graph.nodes:
         _call_directly(node)
     use_channels_last(graph)
-    _count_batches_together(graph)
     graph.lint()
     gm.recompile()
 
@@ -102,15 +106,3 @@ def _call_directly(node: fx.Node) -> None:
     elif node.target is F.batch_norm and (node.meta.get("repeats") or operations.shares_time()):
         node.target = operations.batch_norm
         node.kwargs = {**node.kwargs, "repeats": node.meta.get("repeats", 1)}
-
-
-def _count_batches_together(graph: fx.Graph) -> None:
-    """Count the batches of all norms by one launch."""
-    counts = [n for n in graph.nodes if n.target == "add_" and n.args[1:] == (1,) and not n.users
-              and n.args[0].op == "placeholder" and len(n.args[0].users) == 1
-              and isinstance(x := value(n.args[0]), Tensor) and x.dtype == torch.int64]  # fmt: skip
-    if len(counts) > 1:
-        with graph.inserting_before(counts[0]):
-            graph.call_function(torch._foreach_add_, ([n.args[0] for n in counts], 1))
-        for node in counts:
-            graph.erase_node(node)

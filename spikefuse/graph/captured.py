@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from spikefuse._torch import whole_graphs
+from spikefuse._torch import (
+    forward_hooks,
+    has_backward_hooks,
+    has_global_hooks,
+    whole_graphs,
+)
 from spikefuse.graph.backend import Graph, compile_graph
 from spikefuse.graph.report import Report
 from spikefuse.memory.policies import Checkpoint
@@ -52,9 +57,6 @@ class Captured:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run `function(net, args, kwargs)`."""
-        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        if is_traced:
-            return function(net, args, kwargs)
         if active.observer is not None:
             return active.observer.network(function, net, args, kwargs)
         if self._has_failed:
@@ -62,9 +64,9 @@ class Captured:
         hooks = _hooks_of(net)
         if hooks is None:
             self.report.clear()
-            self.report.note("not captured: a module has backward hooks")
+            self.report.note("not captured: there are backward hooks, or hooks of all modules")
             return _run(function, net, args, kwargs)
-        self._is_new_call, self.report.has_run = True, False
+        self._is_new_call, self.report.has_run, self.report.net = True, False, net
         key = function, hooks, current_policy()
         compiled = self._compiled.get(key)
         if compiled is None:
@@ -73,20 +75,22 @@ class Captured:
         try:
             with whole_graphs():
                 result = compiled(net, args, kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except Exception as error:
             if self.report.has_run:
                 raise
-            failure = error
+            first, *more = str(error).strip().splitlines() or [type(error).__name__]
+            cause = f" {more[0]}" if more and first.endswith(":") else ""
+            obstacle = f"capture failed: {first}{cause}"
         else:
             if not self.report.has_run and self.report.graphs:
                 self._renew(key)
             return result
         finally:
-            active.captures = outer
-        result = _run(function, net, args, kwargs)  # raises the errors of the network
+            active.captures, self.report.net = outer, None
+        result = _run(function, net, args, kwargs)  # which raises an error of the network
         self._has_failed = True
         self.report.clear()
-        self.report.note(f"capture failed: {_reason(failure)}")
+        self.report.note(obstacle)
         return result
 
     def _renew(self, key: Any) -> None:
@@ -117,21 +121,16 @@ class Captured:
 
 
 def _hooks_of(net: nn.Module) -> tuple[int, ...] | None:
-    """The ids of the forward hooks of all modules, on which TorchDynamo does not guard; None if
-    there are backward hooks, which it does not trace."""
+    """The ids of the forward hooks of each module, on which TorchDynamo does not guard; None if
+    there are backward hooks, or hooks of all modules, which it does not trace."""
+    if has_global_hooks():
+        return None
     found: list[int] = []
     for module in net.modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            found += [*module._forward_hooks, *module._forward_pre_hooks]
-        if module._backward_hooks or module._backward_pre_hooks:
+        found += forward_hooks(module)
+        if has_backward_hooks(module):
             return None
     return tuple(found)
-
-
-def _reason(error: Exception) -> str:
-    """Why a capture has failed, in one line."""
-    cause = getattr(error, "inner_exception", error)
-    return f"{type(cause).__name__}: {str(cause).strip()}".splitlines()[0]
 
 
 def chunks_of_call() -> int | None:

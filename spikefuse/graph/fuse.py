@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from spikefuse._torch import children_of, separate
 from spikefuse.graph.captured import Captured
 from spikefuse.graph.report import Fusion
 from spikefuse.nn.neuron import check_module
-from spikefuse.nn.temporal import Temporal
+from spikefuse.nn.temporal import Temporal, run_captured
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -40,7 +41,7 @@ def fuse(model: M, mode: str = "auto") -> M:
         graphs, and why the rest was not: see `spikefuse.graph.report.Fusion`.
 
     Raises:
-        TypeError: `model` is not a module, or one that distributes another module: fuse that one.
+        TypeError: `model` is not a module, or one that PyTorch has distributed: fuse it before.
         ValueError: the mode is unknown.
     """
     check_module("model", model)
@@ -50,6 +51,12 @@ def fuse(model: M, mode: str = "auto") -> M:
             raise TypeError(
                 f"{where} is a {type(module).__name__}, which holds the network as it is: fuse "
                 f"the network first, {type(module).__name__}(spikefuse.fuse(net))"
+            )
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            where = f"'{name}'" if name else "model"
+            raise TypeError(
+                f"the parameters of {where} are split by fully_shard, which allows no copies: fuse "
+                "the network first, fully_shard(spikefuse.fuse(net))"
             )
     names = {m: f"{name}.net." if name else "net."
              for name, m in model.named_modules() if isinstance(m, Temporal)}  # fmt: skip
@@ -61,14 +68,14 @@ def fuse(model: M, mode: str = "auto") -> M:
     def build(module: nn.Module) -> nn.Module:
         """A copy of a module that leads to one that changes, or the module itself."""
         if module not in made:
-            children = {name: None if child is None else build(child)
-                        for name, child in module._modules.items()}  # fmt: skip
+            changed = {name: child for name, old in children_of(module).items()
+                       if (child := build(old)) is not old}  # fmt: skip
             made[module] = module
-            if module in containers or any(
-                child is not module._modules[name] for name, child in children.items()
-            ):
+            if module in containers or changed:
                 made[module] = copied = copy.copy(module)
-                vars(copied)["_modules"] = children
+                separate(copied)
+                for name, child in changed.items():
+                    copied.add_module(name, child)
                 if isinstance(copied, Temporal):
                     copied.captured = containers[module]
         return made[module]
@@ -88,7 +95,7 @@ class _Forward:
         self.module, self.captured = module, captured
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.captured(_forward, self.module, args, kwargs)
+        return run_captured(self.captured, _forward, self.module, args, kwargs)
 
 
 def _forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
@@ -26,8 +27,8 @@ from spikefuse.graph.nodes import (
     changes_something,
     dim_after,
     has_one_reader,
+    have_one_module,
     is_view,
-    module_of,
     name_of,
     replay,
     storage_of,
@@ -111,15 +112,15 @@ def fuse_norms(graph: fx.Graph, report: Report) -> None:
                 match = _match(scan, order)
             except NotFusible as reason:
                 for norm in _norms_above(scan.inputs[0]):
-                    report.leave(module_of(norm), str(reason))
+                    report.leave(norm, str(reason))
             else:
                 for summand in match.norms:
                     has_residual = match.read.target in ADDITIONS
-                    report.fuse(module_of(summand.norm), module_of(node), has_residual)
+                    report.fuse(summand.norm, node, has_residual)
                 _replace(graph, match)
     for node in graph.nodes:
         if node.target is F.batch_norm:
-            report.leave(module_of(node), _reader_of(node))
+            report.leave(node, _reader_of(node))
 
 
 def _read_sums_in_place(graph: fx.Graph) -> None:
@@ -253,8 +254,8 @@ def _reader_of(node: fx.Node) -> str:
         if len(reader.users) != 1:
             return "its result is read by several operations"
         (reader,) = reader.users
-    node = reader
-    return f"its result is read by {name_of(node) or 'the end of the graph'}"
+    is_last = reader.op == "output"
+    return f"its result is read by {'the end of the graph' if is_last else name_of(reader)}"
 
 
 def _replace(graph: fx.Graph, match: Match) -> None:
@@ -272,13 +273,17 @@ def _replace(graph: fx.Graph, match: Match) -> None:
     reserve_counters(alone.backend, value(scan.inputs[0]).device)
     for summand, a in zip(match.norms, settings, strict=True):
         if training:
+            counter = _counter_of(summand.norm)
             with graph.inserting_before(summand.norm):
-                running = Running(a["running_mean"], a["running_var"], momentum=a["momentum"])
+                batches: Any = None if counter is None else counter.args[0]
+                running = Running(a["running_mean"], a["running_var"], batches, a["momentum"])
                 repeats = summand.norm.meta.get("repeats", 1)
                 batch = graph.call_function(
                     operations.norm_statistics,
                     (a["input"], a["weight"], running, a["eps"], alone.backend, repeats),
                 )
+            if counter is not None:
+                graph.erase_node(counter)
             statistics: Any = batch
             norms.append(Norm(a["weight"], a["bias"], a["eps"], statistics))
         else:
@@ -308,6 +313,18 @@ def _replace(graph: fx.Graph, match: Match) -> None:
         first = match.views[-1] if match.views else scan.node
         match.read.replace_all_uses_with(total, delete_user_cb=lambda n: n is not first)
     _erase(graph, match)
+
+
+def _counter_of(norm: fx.Node) -> fx.Node | None:
+    """The node that counts the batches of a norm, which its statistics can do as well."""
+    for node in norm.graph.nodes:
+        if node.target == "add_" and have_one_module(node, norm) and not node.users:
+            count, *added = node.args
+            x, is_alone = value(count), all(n.target == "add_" for n in count.users)
+            is_known = isinstance(x, Tensor) and x.dtype == torch.int64 and added == [1]
+            if is_known and is_alone and x.device == value(norm).device:
+                return node
+    return None
 
 
 def _erase(graph: fx.Graph, match: Match) -> None:

@@ -135,7 +135,7 @@ def batch_norm(
     passing = _passing()
     if training and passing is not None and passing.statistics is not None:
         running = Running(running_mean, running_var, None, momentum)
-        return passing.batch_norm(x, running, weight, bias, eps)
+        return passing.batch_norm(x, running, (weight, bias, eps), passing.statistics)
     if repeats == 1 or not training or running_var is None:
         return F.batch_norm(x, running_mean, running_var, *given)
     # Mean and variance of a batch do not change when it is repeated, but the recorded value is

@@ -6,18 +6,18 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.graph import increment_version
 
+from spikefuse._torch import keeps_graph, version
 from spikefuse.graph import capture
 from spikefuse.graph.capture import NotRecordable, Pool, static_copy, stored
 from spikefuse.scan.double_backward import refuse_double_backward
-from spikefuse.scan.op import keeps_graph
 
 #: Eager calls before a recording, with the same shapes.
 WARMUP = 3
@@ -27,15 +27,15 @@ MAX_RECORDINGS = 8
 MAX_MOVES, FEW_REPLAYS = 4, 32
 
 
-def recorded(function: Callable[..., Any], example_inputs: Sequence[Any] = ()) -> Recorded:
+def recorded(function: Callable[..., Any], buffers: Container[int] = ()) -> Recorded:
     """Replay a captured network as CUDA graphs, one for forward and one for backward.
 
     The first calls run `function` as it is. Then a call, and its backward pass, take one launch
     each, for each set of shapes, modes and inputs that require gradients. Results and gradients
     are those of `function`, in memory of their own.
 
-    - Parameters, buffers and other tensors of modules are read and changed where they are. If they
-      have moved, the network is recorded again. Other inputs are copied.
+    - Parameters and buffers are read and changed where they are. If they have moved, the network is
+      recorded again. Other inputs are copied.
     - The memory of a forward pass is in use until its backward pass, or until its results are
       dropped. A call in between runs `function`. So does a call inside another CUDA graph, a
       recorded step, or saved-tensor hooks, such as those of `torch.utils.checkpoint`.
@@ -50,13 +50,19 @@ def recorded(function: Callable[..., Any], example_inputs: Sequence[Any] = ()) -
     Args:
         function: takes tensors, on one GPU, and numbers, in the order of the inputs of the graph
             that TorchDynamo has captured; returns a tuple of tensors.
-        example_inputs: as of a backend of TorchDynamo. The first call shows the same.
+        buffers: the positions of buffers among the inputs, see `buffers_of`.
 
     Returns:
         A function of the same arguments, to be called as TorchDynamo calls it. Its attribute
         `obstacle` says why it runs eagerly for good; empty if it does not.
     """
-    return Recorded(function)
+    return Recorded(function, buffers)
+
+
+def buffers_of(gm: fx.GraphModule) -> set[int]:
+    """Return which inputs of a graph are buffers. TorchDynamo names inputs by where they are."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return {i for i, node in enumerate(inputs) if "_buffers_" in str(node.target)}
 
 
 class Recorded:
@@ -67,8 +73,8 @@ class Recorded:
         obstacle: why all further calls run eagerly; empty if they need not.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., Any], buffers: Container[int]) -> None:
+        self.function, self.buffers = function, buffers
         self.num_replays = self.num_eager = self.num_moves = 0
         self.obstacle = ""
         self._inputs: _Inputs | None = None
@@ -80,7 +86,7 @@ class Recorded:
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         if self._inputs is None and not self.obstacle:
-            self._inputs = _Inputs(inputs)
+            self._inputs = _Inputs(inputs, self.buffers)
             self.obstacle = self._inputs.obstacle
         if self.obstacle or not _can_replay():
             return self._run(inputs)
@@ -181,17 +187,15 @@ class _Inputs:
     """Which inputs of a function are where.
 
     Attributes:
-        static: positions of parameters, buffers and other tensors of modules.
+        static: positions of parameters and buffers.
         copied: positions of the other tensors.
         obstacle: why the inputs cannot be recorded.
     """
 
-    def __init__(self, inputs: Sequence[Any]) -> None:
+    def __init__(self, inputs: Sequence[Any], buffers: Container[int]) -> None:
         tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-        parameters = [i for i in tensors if isinstance(inputs[i], nn.Parameter)]
-        # TorchDynamo marks what belongs to modules. A buffer must not be copied: it may change.
-        marked = [i for i in tensors if hasattr(inputs[i], "_dynamo_static_input_type")]
-        self.static = sorted({*parameters, *marked})
+        # A copy of a buffer must not be changed in its place.
+        self.static = [i for i in tensors if i in buffers or isinstance(inputs[i], nn.Parameter)]
         self.copied = [i for i in tensors if i not in set(self.static)]
         self.others = [i for i, x in enumerate(inputs) if not isinstance(x, Tensor)]
         self.tensors, self.obstacle = tensors, ""
@@ -206,8 +210,6 @@ class _Inputs:
             self.obstacle = "an input is sparse"
         elif any(inputs[i].is_inference() for i in self.static):
             self.obstacle = "its parameters or buffers were made in inference mode"
-        elif parameters and not marked:
-            self.obstacle = "TorchDynamo does not say which inputs belong to modules"
         self.device: torch.device = inputs[tensors[0]].device if tensors else torch.device("cpu")
 
     def key(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -314,9 +316,9 @@ class _Recording:
                 leaves[i].requires_grad_(grads and inputs[i].requires_grad)
             self.inputs = [stored(leaves[i].detach()) for i in positions.copied]
             tensors = {i: leaves[i] for i in positions.tensors}
-            versions = {i: x._version for i, x in tensors.items()}
+            versions = {i: version(x) for i, x in tensors.items()}
             self.graph, outputs = capture.capture(lambda: function(*leaves), self.pool)
-            self.changed = [i for i, x in tensors.items() if x._version != versions[i]]
+            self.changed = [i for i, x in tensors.items() if version(x) != versions[i]]
             if not set(self.changed) <= set(positions.static):
                 raise NotRecordable("it changes an input in place")
             self.read = [i for i in positions.static if i not in set(self.changed)]

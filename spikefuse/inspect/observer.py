@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from spikefuse._torch import dynamo_is_imported
 from spikefuse.block import block
 from spikefuse.block.definition import Kind
 from spikefuse.block.program import prepare_block
 from spikefuse.compiler import UnsupportedOperation
-from spikefuse.kernels.norm import by_batch
+from spikefuse.kernels.norm import BatchNorm, by_batch
 from spikefuse.memory.policies import Policy
 from spikefuse.memory.saved_tensors import SavedTensors
 from spikefuse.neurons.definition import Neuron
@@ -65,8 +64,8 @@ class NeuronScan:
         return self.tensors[: self.num_inputs]
 
     @property
-    def norms(self) -> list[_BatchNorm]:
-        return [m for m in self.modules if isinstance(m, _BatchNorm)]
+    def norms(self) -> list[BatchNorm]:
+        return [m for m in self.modules if isinstance(m, BatchNorm)]
 
     @property
     def label(self) -> str:
@@ -168,7 +167,7 @@ class ModuleObserver(Observer):
 
 def stance(name: str) -> contextlib.AbstractContextManager[Any]:
     """Set the stance of torch.compile, if it is in use; see `torch.compiler.set_stance`."""
-    is_used = "torch._dynamo" in sys.modules
+    is_used = dynamo_is_imported()
     return torch.compiler.set_stance(name) if is_used else contextlib.nullcontext()
 
 
@@ -269,7 +268,7 @@ def _recorded(
 
 @torch.no_grad()
 def _program_of(
-    neuron: Neuron, norms: Sequence[_BatchNorm], inputs: Sequence[Tensor], wanted: Wanted
+    neuron: Neuron, norms: Sequence[BatchNorm], inputs: Sequence[Tensor], wanted: Wanted
 ) -> str | None:
     if wanted.impl == "reference":
         return None
@@ -279,12 +278,12 @@ def _program_of(
     return prepare_block(neuron, wanted.impl, kind, wanted.outputs).name
 
 
-def _sum(norms: Sequence[_BatchNorm], inputs: Sequence[Tensor]) -> Tensor:
+def _sum(norms: Sequence[BatchNorm], inputs: Sequence[Tensor]) -> Tensor:
     """The sum of the inputs, of which the first are normalized, by PyTorch's operations."""
     values = list(inputs)
     for i, norm in enumerate(norms):
-        # Not by SyncBatchNorm's own, which needs a GPU.
-        y = _BatchNorm.forward(norm, flatten_steps(inputs[i]))
+        # That of all norms except SyncBatchNorm, whose own needs a GPU.
+        y = nn.BatchNorm1d.forward(norm, flatten_steps(inputs[i]))
         values[i] = unflatten_steps(y, len(inputs[i]))
     return sum(values[1:], values[0])
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from spikefuse._torch import version
 from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import label
@@ -18,6 +18,7 @@ from spikefuse.inspect.observer import ModuleObserver
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Scan, active
 from spikefuse.nn.checkpoint import is_recomputed
+from spikefuse.nn.nesting import map_tensors
 from spikefuse.nn.neuron import scan_neuron
 from spikefuse.scan.layout import unflatten_steps
 from spikefuse.scan.records import Arguments, Results, Wanted
@@ -89,8 +90,8 @@ class Record(Mapping[str, dict[str, Any]]):
         return values
 
     def _check(self) -> None:
-        for name, x, version in self._read:
-            if x._version != version:
+        for name, x, before in self._read:
+            if version(x) != before:
                 raise RuntimeError(
                     f"the network changed the output of {name!r} in place after it was recorded "
                     "with its history: record with grad=False, which copies, or change a copy"
@@ -229,13 +230,13 @@ class _RecordObserver(ModuleObserver):
                 self.record._add(self._event_layers[module])[SPIKES] = output.to_dense()
         if module in self._layers:
             name, steps = self._layers[module], active.call.num_steps if active.call else 0
-            self.record._add(name)[OUTPUT] = pytree.tree_map_only(
-                Tensor, lambda y: self._value(name, _unfolded(y, steps)), output
+            self.record._add(name)[OUTPUT] = map_tensors(
+                lambda y: self._value(name, _unfolded(y, steps)), output
             )
 
     def _value(self, name: str, y: Tensor, copy: bool = True) -> Tensor:
         if self.grad and y.requires_grad:
-            self.record._read.append((name, y, y._version))
+            self.record._read.append((name, y, version(y)))
             return y
         y = y.detach()
         if not copy:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 
 from spikefuse.kernels.channels import ChannelLayout, channel_layout
 from spikefuse.kernels.running import Running
+
+#: The batch norms of PyTorch.
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
 @cache
@@ -23,7 +25,7 @@ def _kernels(backend: str) -> Any:
     return norm_numba
 
 
-def by_batch(norm: _BatchNorm) -> bool:
+def by_batch(norm: BatchNorm) -> bool:
     """Whether the norm uses the statistics of the batch."""
     return norm.training or norm.running_mean is None
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spikefuse.kernels.channels import ChannelLayout
 from spikefuse.kernels.running import Running
-from spikefuse.kernels.triton_runtime import TritonLaunch, multiprocessors
+from spikefuse.kernels.triton_runtime import TritonLaunch, current_stream, multiprocessors
 
 # Channels per tile; tiles whose loads are issued together; warps per block; target number of thread
 # blocks per multiprocessor. In a tile, a thread reads 16 bytes.
@@ -427,8 +427,7 @@ def _owner(device: torch.device) -> tuple[int, bool]:
     """
     if device.type == "cpu":
         return 0, False
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    return stream, torch._C._cuda_isCurrentStreamCapturing()
+    return current_stream(device.index), torch.cuda.is_current_stream_capturing()
 
 
 def statistics(

@@ -84,11 +84,9 @@ class TritonLaunch:
             compiled = self.kernel.warmup(*kinds, *self.integers, grid=self.grid, **self.options)
             if compiled is None or _triton_version() >= (3, 7) or compiled in _launchable:
                 return
-            from triton.runtime import driver
-
             # These versions compile C code to start a variant, else at its first launch, and find
             # it in their cache there.
-            driver.active.launcher_cls(compiled.src, compiled.metadata)
+            _driver().active.launcher_cls(compiled.src, compiled.metadata)
             _launchable.add(compiled)
 
     def __call__(
@@ -104,7 +102,7 @@ class TritonLaunch:
             # Infinities and NaN raise no warnings on a GPU either.
             with np.errstate(all="ignore"):
                 self._dispatch(arguments)
-        elif self.index == _current_device():
+        elif self.index == torch.cuda.current_device():
             self._launch(arguments)
         else:
             with torch.cuda.device(self.device):
@@ -126,9 +124,8 @@ class TritonLaunch:
         if fast is None or _is_profiled():
             compiled[self.grid](*arguments, *self.integers)
         else:
-            run, fixed = fast
-            stream = torch._C._cuda_getCurrentRawStream(self.index)
-            run(*self.grid, stream, *fixed, *raw, *self.integers)
+            run, fixed, stream_of = fast
+            run(*self.grid, stream_of(self.index), *fixed, *raw, *self.integers)
 
     def _first_launch(self, arguments: Sequence[Any]) -> Any:
         _prepare()
@@ -144,8 +141,9 @@ class TritonLaunch:
         return self.kernel[self.grid](*arguments, *self.integers, **self.options, **options)
 
 
-#: A function that starts a kernel, and its arguments between the stream and the kernel's own.
-FastLaunch = tuple[Callable[..., None], tuple[Any, ...]]
+#: A function that starts a kernel, its arguments between the stream and the kernel's own, and a
+#: function that returns the current stream of a GPU.
+FastLaunch = tuple[Callable[..., None], tuple[Any, ...], Callable[[int], int]]
 
 
 def _fast_launch(compiled: Any) -> FastLaunch | None:
@@ -158,12 +156,13 @@ def _fast_launch(compiled: Any) -> FastLaunch | None:
     version, launcher = _triton_version(), compiled.run
     if not (3, 6) <= version <= (3, 9):
         return None
+    stream_of = _driver().active.get_current_stream
     function, metadata = compiled.function, compiled.packed_metadata
     metadata_and_hooks = metadata, None, None, None
     if version == (3, 6) and torch.version.hip is None and not _needs_scratch(launcher):
         flags, scratch = (launcher.launch_cooperative_grid, launcher.launch_pdl), (None, None)
-        return launcher.launch, (function, *flags, *scratch, *metadata_and_hooks)
-    return launcher, (function, *metadata_and_hooks)
+        return launcher.launch, (function, *flags, *scratch, *metadata_and_hooks), stream_of
+    return launcher, (function, *metadata_and_hooks), stream_of
 
 
 def _needs_scratch(launcher: Any) -> bool:
@@ -188,8 +187,18 @@ def _is_profiled() -> bool:
     )
 
 
-# torch.cuda.current_device without its check that CUDA is initialized.
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+@cache
+def _driver() -> Any:
+    from triton.runtime import driver
+
+    return driver
+
+
+def current_stream(index: int) -> int:
+    """Return the address of the current stream of a GPU."""
+    # In a tenth of the time that torch.cuda.current_stream takes.
+    stream: int = _driver().active.get_current_stream(index)
+    return stream
 
 
 @cache
@@ -215,7 +224,7 @@ def prepare() -> None:
 def _prepare() -> None:
     """Do what `prepare` began, or wait for it."""
     from triton.compiler import code_generator
-    from triton.runtime import cache, driver
+    from triton.runtime import cache
 
     # Versions that `_fast_launch` does not know may lack these internals.
     with _preparing, suppress(AttributeError):
@@ -225,7 +234,7 @@ def _prepare() -> None:
             without = {"catch_warnings": nullcontext, "simplefilter": lambda *_: None}
             code_generator.warnings = SimpleNamespace(**vars(warnings) | without)
         cache.triton_key()
-        driver.active.get_current_target()
+        _driver().active.get_current_target()
 
 
 #: Without a lock, each thread that compiles a first kernel would hash Triton's files.

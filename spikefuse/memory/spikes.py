@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from spikefuse._torch import saved_tensors_hook, version
 from spikefuse.kernels import bits
+from spikefuse.kernels.triton_runtime import current_stream
 from spikefuse.memory.policies import Policy
 
 #: What is saved for a tensor: its bits, or the tensor and its version.
@@ -32,7 +34,6 @@ MIN_VALUES = 1 << 12
 class _BinaryTensor:
     """A binary tensor that fills its storage."""
 
-    # While this weak reference exists, no other storage gets the same address.
     storage: StorageWeakRef
     version: int
     num: int
@@ -76,9 +77,8 @@ class Spikes:
         storage = x.untyped_storage()
         if storage.nbytes() == num * x.itemsize:
             stored = packed, 0 if packed is None else _stream(x)
-            reference = StorageWeakRef(storage)
-            self.registered[reference.cdata] = _BinaryTensor(
-                reference, x._version, num, x.dtype, *stored
+            self.registered[storage.data_ptr()] = _BinaryTensor(
+                StorageWeakRef(storage), version(x), num, x.dtype, *stored
             )
 
     def register_selection(self, y: Tensor, x: Tensor) -> None:
@@ -93,30 +93,30 @@ class Spikes:
         binary = self._find(x) if self.registered and type(x) is Tensor else None
         if binary is None:
             # Detached, because a layer that saves its own output would form a reference cycle.
-            return x if x.is_leaf else x.detach(), x._version
+            return x if x.is_leaf else x.detach(), version(x)
         return binary.save(x)
 
     def _find(self, x: Tensor) -> _BinaryTensor | None:
         """Return the registered tensor whose memory `x` views, unless it has changed since."""
         if not self.registered or type(x) is not Tensor or x.layout is not torch.strided:
             return None
-        binary = self.registered.get(x.untyped_storage()._cdata)
-        if binary is None or x._version != binary.version or x.dtype is not binary.dtype:
+        binary = self.registered.get(x.untyped_storage().data_ptr())
+        if binary is None or x.dtype is not binary.dtype or version(x) != binary.version:
             return None
-        return binary
+        return None if binary.storage.expired() else binary
 
 
 def unpack(saved: Saved) -> Tensor:
     """Return the tensor for which `saved` was saved."""
     if isinstance(saved, bits.Packed):
         return saved.unpack()
-    x, version = saved
+    x, saved_version = saved
     # With saved-tensor hooks, PyTorch leaves this check to the hooks.
-    if x._version != version:
+    if version(x) != saved_version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a tensor of shape {list(x.shape)} is at version {x._version}, and was "
-            f"saved for backward at version {version}"
+            f"operation: a tensor of shape {list(x.shape)} is at version {version(x)}, and was "
+            f"saved for backward at version {saved_version}"
         )
     return x
 
@@ -132,12 +132,14 @@ class RecordingHook(ABC):
 def saving(policy: Policy) -> tuple[Spikes | None, contextlib.AbstractContextManager[Any]]:
     """Return the spikes that layers save as bits under a policy, and the hooks that save them.
 
-    Nothing is packed without gradients, under torch.compile, or under saved-tensor hooks other than
-    a `RecordingHook`: those hooks would no longer see the tensors, and the hooks of
-    torch.utils.checkpoint save nothing at all. The graph holds a reference to the hooks, so clear
+    Nothing is packed without gradients, or under saved-tensor hooks other than a `RecordingHook`:
+    those hooks would no longer see the tensors, and the hooks of torch.utils.checkpoint save
+    nothing at all. The graph holds a reference to the hooks, so clear
     the spikes at the end of the forward pass.
     """
-    hook = active_hook() if policy.packs_spikes else _DISABLED
+    if not (policy.packs_spikes and torch.is_grad_enabled()):
+        return None, contextlib.nullcontext()
+    hook = saved_tensors_hook()
     if hook is not None and not isinstance(hook, RecordingHook):
         return None, contextlib.nullcontext()
     spikes = Spikes()
@@ -146,20 +148,5 @@ def saving(policy: Policy) -> tuple[Spikes | None, contextlib.AbstractContextMan
     return spikes, hook.around(spikes.pack)
 
 
-_DISABLED = object()
-
-
-def active_hook() -> Any:
-    """Return the active pack hook, None if there is none, or `_DISABLED` if none would run."""
-    if (
-        torch.compiler.is_compiling()
-        or not torch.is_grad_enabled()
-        or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    ):
-        return _DISABLED
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return None if top is None else top[0]
-
-
 def _stream(x: Tensor) -> int:
-    return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+    return current_stream(x.device.index) if x.is_cuda else 0

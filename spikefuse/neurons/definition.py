@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from spikefuse._torch import constant_result, refuse_data_parallel
 from spikefuse.neurons.description import Description, read
 from spikefuse.neurons.parameters import Holder
 
@@ -38,6 +39,7 @@ class State:
 _N = TypeVar("_N", bound="Neuron")
 
 
+@refuse_data_parallel
 class Neuron(Holder):
     """Base class of all neurons; subclass it to write your own.
 
@@ -128,20 +130,13 @@ class Neuron(Holder):
             "torch.jit.trace"
         )
 
-    def _replicate_for_data_parallel(self) -> Any:
-        raise NotImplementedError(
-            "nn.DataParallel splits dim 0 of its inputs, which is time: use "
-            "torch.nn.parallel.DistributedDataParallel, with a process for each GPU"
-        )
-
     def values(self) -> dict[str, float | Tensor]:
-        """Return every run-time value by dotted name; read-only, since later calls share it."""
-        if torch.compiler.is_compiling():
-            names, constants = self._names()
-            # Reading the constants as arguments lets torch.compile guard on them.
-            self.evaluate(_ignore, *[read(self, name) for name in constants])
-            return {name: read(self, name) for name in names}
-        return self.description().values()
+        """Return every run-time value by dotted name, in a way that torch.compile can trace. Eager
+        calls take `description().values()`, which is faster."""
+        names, constants = self._names()
+        # Reading the constants as arguments lets torch.compile guard on them.
+        self.evaluate(_ignore, *[read(self, name) for name in constants])
+        return {name: read(self, name) for name in names}
 
     def description(self) -> Description:
         """Return the cached description, or a new one after an assignment. Eager only.
@@ -157,22 +152,19 @@ class Neuron(Holder):
         self.__dict__["_description"] = description
         return description
 
+    @constant_result
     def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names of the values and of the constants."""
         description = Description(self)
         return tuple(description.floats), tuple(description.constants)
 
+    @constant_result
     def evaluate(self, function: Callable[..., Any], *constants: Any) -> Any:
         """Return `function(self, *constants)`, which torch.compile treats as a constant.
 
         It guards on the arguments only, not on what `function` reads of the neuron.
         """
         return function(self, *constants)
-
-    # The effect of torch.compiler.assume_constant_result, which would import all of torch.compile.
-    for _method in (_names, evaluate):
-        setattr(_method, "_dynamo_marked_constant", True)  # noqa: B010
-    del _method
 
 
 def _ignore(neuron: Neuron, *constants: Any) -> None:

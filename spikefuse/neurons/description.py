@@ -7,7 +7,7 @@ else is a constant of the source.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Generic
@@ -15,8 +15,9 @@ from typing import Any, Generic
 import torch
 from torch import Tensor, nn
 
+from spikefuse._torch import children_of, registries
 from spikefuse.neurons.learnable import Learnable
-from spikefuse.neurons.parameters import VERSION, Holder, versions
+from spikefuse.neurons.parameters import VERSION, Holder, registered, versions
 
 
 class Description:
@@ -40,18 +41,18 @@ class Description:
         self.versions = [v for _, m in modules if isinstance(m, Holder) for v in versions(m)]
         self.seen = [version.copy() for version in self.versions]
         self.cache: dict[Hashable, Any] = {}
-        self.tensors: list[tuple[str, dict[str, Any], str]] = []
+        self.tensors: list[tuple[str, nn.Module, str]] = []
         self.constants: list[str] = []
         self.floats: dict[str, Any] = {}
         statics: list[Any] = []
         for prefix, part in modules:
             constants = list(class_constants(part))
-            for group, name, value in _attributes(part):
+            for name, value in _attributes(part):
                 if isinstance(value, float):
                     self.floats[prefix + name] = value
                 elif isinstance(value, Tensor | Learnable):
                     self.floats[prefix + name] = None
-                    self.tensors.append((prefix + name, group, name))
+                    self.tensors.append((prefix + name, part, name))
                 elif not isinstance(value, nn.Module):
                     constants.append((name, value))
             self.constants += [prefix + name for name, _ in constants]
@@ -68,8 +69,8 @@ class Description:
         if not self.tensors:
             return self.floats
         values = self.floats.copy()
-        for name, group, key in self.tensors:
-            value = group[key]
+        for name, module, attribute in self.tensors:
+            value = getattr(module, attribute)
             values[name] = value() if isinstance(value, Learnable) else value
         return values
 
@@ -88,8 +89,8 @@ def read(module: nn.Module, name: str) -> Any:
 def owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield a neuron and its submodules (surrogates), each with its prefix for names."""
     yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None and not isinstance(child, Learnable):
+    for name, child in children_of(module).items():
+        if not isinstance(child, Learnable):
             yield from owners(child, f"{prefix}{name}.")
 
 
@@ -97,12 +98,13 @@ def owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 INTERNAL = (set(vars(nn.Module())) - {"training"}) | {"_description", VERSION}
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield the attributes of a module, each with the dict that holds it."""
-    for group in (vars(module), module._parameters, module._buffers, module._modules):
-        for name, value in group.items():
-            if name not in INTERNAL:
-                yield group, name, value
+def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the attributes of a module by name: its own, parameters, buffers and submodules."""
+    own = {name: value for name, value in vars(module).items() if name not in INTERNAL}
+    own.update(registered(module))
+    # A parameter or buffer that is None has a name only.
+    others = set(dir(module)) - set(dir(type(module))) - INTERNAL - own.keys()
+    return [*own.items(), *((name, None) for name in sorted(others))]
 
 
 _CONTAINERS = tuple, list, set, frozenset, dict
@@ -123,7 +125,7 @@ def _classes(module: nn.Module) -> Iterator[type]:
 
 def class_constants(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the constants of a module's classes that no instance attribute hides."""
-    hidden = {"states", "input_names", *(name for _, name, _ in _attributes(module))}
+    hidden = {"states", "input_names", *(name for name, _ in _attributes(module))}
     for cls in _classes(module):
         for name, value in vars(cls).items():
             if name not in hidden and not name.startswith("__"):
@@ -170,17 +172,27 @@ def _is_mutable(value: Any) -> bool:
     return not isinstance(value, _CONSTANTS)
 
 
-def bind(module: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """Return a shallow copy whose run-time values are `values`, by dotted name."""
-    clone = object.__new__(type(module))
-    clone.__dict__.update(module.__dict__)
+def bind(
+    module: Any,
+    values: Mapping[str, Any],
+    prefix: str = "",
+    as_class: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return a shallow copy whose run-time values are `values`, by dotted name.
+
+    Args:
+        as_class: returns the classes of copies of submodules.
+    """
+    cls = type(module)
+    clone = object.__new__(as_class(cls) if as_class and prefix else cls)
     # Values become plain attributes, so that neither nn.Module nor autograd interferes.
-    clone.__dict__.update(_parameters={}, _buffers={}, _modules={})
-    clone.__dict__.update((name, None) for _, name, value in _attributes(module) if value is None)
+    clone.__dict__.update(module.__dict__, **registries())
+    clone.__dict__.update((name, None) for name, value in _attributes(module) if value is None)
     for name, value in values.items():
         if name.startswith(prefix) and "." not in name[len(prefix) :]:
             clone.__dict__[name[len(prefix) :]] = value
-    for name, child in module._modules.items():
-        if child is not None and not isinstance(child, Learnable):
-            clone._modules[name] = bind(child, values, f"{prefix}{name}.")
+    for name, child in children_of(module).items():
+        if not isinstance(child, Learnable):
+            copy = bind(child, values, f"{prefix}{name}.", as_class)
+            nn.Module.add_module(clone, name, copy)
     return clone

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from spikefuse._torch import children_of
 from spikefuse.neurons.learnable import Learnable, as_text
 
 #: What a parameter may be.
@@ -63,7 +64,7 @@ class Holder(nn.Module, metaclass=_HolderType):
     """
 
     def __repr__(self) -> str:
-        return f"{self._get_name()}({self.extra_repr()})"
+        return f"{type(self).__name__}({self.extra_repr()})"
 
     def extra_repr(self) -> str:
         """Return the parameters as `name=value`, in the order of the constructor's arguments.
@@ -72,7 +73,7 @@ class Holder(nn.Module, metaclass=_HolderType):
         does not offer.
         """
         offered, inherited = options(type(self))
-        values = {**vars(self), **self._parameters, **self._buffers, **self._modules}
+        values = {**vars(self), **registered(self)}
         names = dict.fromkeys((*filter(values.__contains__, offered), *values))
         shown = [
             f"{name}={_as_text(value)}"
@@ -83,22 +84,26 @@ class Holder(nn.Module, metaclass=_HolderType):
         return ", ".join(shown)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        buffers = self.__dict__.get("_buffers")
-        if buffers is None:
+        if "training" not in vars(self):
             raise AttributeError(
                 f"{type(self).__name__}.{name} is set too early: call super().__init__() first"
             )
         if name == "training" and value is self.training:
             return  # train() and eval() assign it to every module
         is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-        if is_plain and name not in buffers:
-            self.__dict__.pop(name, None)
-            self.register_buffer(name, value)
-            return
-        if name in buffers and not isinstance(value, Tensor | None):
+        if not (value is None or isinstance(value, Tensor)) and self._has_buffer(name):
             delattr(self, name)
         super().__setattr__(name, value)
+        if is_plain and name in vars(self):
+            del vars(self)[name]
+            self.register_buffer(name, value)
         _changed(self)
+
+    def _has_buffer(self, name: str) -> bool:
+        if name in vars(self) or hasattr(type(self), name):
+            return False
+        value = getattr(self, name, False)
+        return value is None or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
@@ -115,6 +120,13 @@ class Holder(nn.Module, metaclass=_HolderType):
     def add_module(self, *args: Any, **kwargs: Any) -> None:
         super().add_module(*args, **kwargs)
         _changed(self)
+
+
+def registered(module: nn.Module) -> dict[str, Any]:
+    """Return the parameters, buffers and submodules of a module by name."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    return {**dict(parameters), **dict(buffers), **children_of(module)}
 
 
 def options(cls: type[Holder]) -> tuple[dict[str, Any], dict[str, Any]]:

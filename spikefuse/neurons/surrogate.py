@@ -107,7 +107,7 @@ class Surrogate(Holder):
         return name != "cutoff" and type(self).primal is not Surrogate.primal
 
     def forward(self, u: Tensor) -> Tensor:
-        if any(isinstance(child, Learnable) for child in self._modules.values()):
+        if any(isinstance(child, Learnable) for child in self.children()):
             # Called without a neuron, which would have evaluated it.
             return bind(self, Description(self).values()).forward(u)
         learned = list(self._learned()) if torch.is_grad_enabled() else []
@@ -120,7 +120,10 @@ class Surrogate(Holder):
 
     def _learned(self) -> Iterator[str]:
         for prefix, module in self.named_modules():
-            for name, value in (*vars(module).items(), *module._parameters.items()):
+            for name, value in (
+                *vars(module).items(),
+                *module.named_parameters(recurse=False),
+            ):
                 if isinstance(value, Tensor) and value.requires_grad:
                     yield f"{prefix}.{name}".lstrip(".")
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from itertools import compress, zip_longest
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from spikefuse.memory.policies import Policy, Recompute
 from spikefuse.memory.spikes import MIN_VALUES, Spikes, saving
 from spikefuse.neurons.definition import States
 from spikefuse.scan.layout import unflatten_steps
+from spikefuse.scan.op import is_plain
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.state_passing import StatePassing
 
@@ -102,8 +102,11 @@ class TemporalCall:
                 )
             inputs.append(unflatten_steps(x, steps))
         state = None if self.initial is None else self.initial.get(name) or None
+        # A captured scan looks up the state passing when it runs.
+        is_captured = active.captures and not is_plain(inputs)
+        passing = None if is_captured else self.passing
         wanted = Wanted(self.final, outputs=wanted.outputs, impl=self.impl)
-        return Arguments(inputs, state, passing=self.passing), wanted
+        return Arguments(inputs, state, passing=passing), wanted
 
 
 class Observer:
@@ -187,20 +190,22 @@ def saving_spikes(policy: Policy) -> Iterator[None]:
     """Let layers save spikes as `policy` says in a `with` block."""
     outer = active.spikes
     spikes, hooks = saving(policy)
+    try:
+        hooks.__enter__()
+    except RuntimeError:  # saved-tensor hooks are disabled, as in transforms of torch.func
+        spikes, hooks = None, contextlib.nullcontext()
     active.spikes = spikes
     try:
-        with hooks:
-            yield
+        yield
     finally:
         active.spikes = outer
+        hooks.__exit__(None, None, None)
         if spikes is not None:
             spikes.registered.clear()
 
 
 def wants_bits(x: Tensor) -> bool:
     """Whether the binary outputs of a neuron that reads `x` should be returned as bits, too."""
-    if torch.compiler.is_compiling():
-        return False
     return active.spikes is not None and x.numel() >= MIN_VALUES
 
 

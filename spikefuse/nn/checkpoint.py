@@ -11,11 +11,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
+from spikefuse.kernels.running import Running
 from spikefuse.nn.call import active
-from spikefuse.scan.state_passing import Buffers, Channel, Collectives, StatePassing
+from spikefuse.nn.nesting import flatten, unflatten
+from spikefuse.scan.state_passing import Affine, Buffers, Channel, Collectives, StatePassing
 
 T = TypeVar("T")
 
@@ -33,23 +34,24 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Args:
         function: a module, or a function of tensors.
-        args, kwargs: its arguments, in any nesting. The function must not change them in place.
+        args, kwargs: its arguments, in any nesting of tuples, lists and dicts. The function must
+            not change them in place.
 
     Returns:
         What the function returns.
     """
-    leaves, tree = pytree.tree_flatten((args, kwargs))
+    values, structure = flatten((args, kwargs))
 
-    def first(*leaves: Any) -> Any:
-        args, kwargs = pytree.tree_unflatten(leaves, tree)
+    def first(*values: Any) -> Any:
+        args, kwargs = unflatten(values, structure)
         return function(*args, **kwargs)
 
-    def second(*leaves: Any) -> None:
-        args, kwargs = pytree.tree_unflatten(leaves, tree)
-        with _frozen(_modules(function, leaves)):
+    def second(*values: Any) -> None:
+        args, kwargs = unflatten(values, structure)
+        with _frozen(_modules(function, values)):
             function(*args, **kwargs)
 
-    return recompute(first, second, *leaves)
+    return recompute(first, second, *values)
 
 
 def recompute(
@@ -122,7 +124,9 @@ def _run_again(runs: _Runs, args: tuple[Any, ...]) -> Any:
 def refuse_recomputation(neuron: nn.Module) -> None:
     """Raise a RuntimeError if `neuron`, which runs outside a call, may have had its first run
     inside `Temporal`."""
-    if is_recomputed() and any(neuron in list(c.modules()) for c in containers):
+    if torch.compiler.is_compiling() or not is_recomputed():
+        return
+    if any(neuron in list(c.modules()) for c in containers):
         raise RuntimeError(_REFUSAL.format(type(neuron).__name__))
 
 
@@ -204,12 +208,17 @@ class _Passing(StatePassing):
         if inner.statistics is not None:
             self.statistics = _Collectives(inner.statistics, arrivals)
 
+    def batch_norm(
+        self, x: Tensor, running: Running, affine: Affine, statistics: Collectives
+    ) -> Tensor:
+        return self.inner.batch_norm(x, running, affine, statistics)
+
     def microbatches(self, batch: int) -> list[slice]:
         return self.inner.microbatches(batch)
 
     def forward(self, buffers: Buffers) -> Channel:
         inner = Channel(buffers) if self.arrivals.replays else self.inner.forward(buffers)
-        return _Channel(inner, self.arrivals)
+        return inner if self.is_first else _Channel(inner, self.arrivals)
 
     def backward(self, buffers: Buffers) -> Channel:
         return self.inner.backward(buffers)
@@ -221,7 +230,11 @@ class _Channel(Channel):
         self.inner, self.arrivals = inner, arrivals
 
     def receive(self, i: int) -> list[Tensor]:
-        return self.arrivals.get(self.inner.receive, i)
+        states = self.arrivals.get(self.inner.receive, i)
+        if self.arrivals.replays:
+            for buffer, state in zip(self.buffers[i], states, strict=True):
+                buffer.copy_(state)
+        return self.buffers[i]
 
     def send(self, i: int, states: Sequence[Tensor]) -> None:
         self.inner.send(i, states)

@@ -46,7 +46,7 @@ def call_neuron(neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted
     if call is not None and id(neuron) not in call.names:
         call.refuse_rows(neuron, arguments.inputs)
         call = None
-    elif call is None and not torch.compiler.is_compiling():
+    elif call is None:
         refuse_recomputation(neuron)
     if active.observer is not None:
         scan = partial(active.observer.scan, neuron, scan)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from spikefuse.kernels import pool
 from spikefuse.kernels.triton_runtime import interpreted
@@ -67,7 +66,7 @@ def max_pool2d(
         ImportError: the kernel is needed, but Triton is not installed.
     """
     # With dilation, a window may lie in the padding alone, whose maximum is not an input value.
-    if torch.compiler.is_compiling() or _pair(dilation) != (1, 1):
+    if _pair(dilation) != (1, 1) or not is_plain((input,)):
         return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode)
     backend = _backend(input)
     window = _window(kernel_size, stride, padding, ceil_mode) if backend else None
@@ -110,8 +109,7 @@ def avg_pool2d(
 
 def _backend(x: Tensor) -> str:
     """The backend whose kernel may compute this call; empty for PyTorch."""
-    is_traced = torch._C._get_tracing_state() is not None
-    if is_traced or forward_ad._current_level >= 0 or not is_plain((x,)):
+    if torch.jit.is_tracing() or not is_plain((x,)):  # type: ignore[attr-defined]
         return ""
     impl = "auto" if active.call is None else active.call.impl
     if x.is_cuda:

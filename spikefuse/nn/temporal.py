@@ -8,15 +8,14 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
-from spikefuse.kernels.norm import by_batch
+from spikefuse.kernels.norm import BatchNorm, by_batch
 from spikefuse.kernels.triton_runtime import prepare
 from spikefuse.memory.policies import Checkpoint, Policy, Recompute
 from spikefuse.neurons.definition import Neuron, States
 from spikefuse.nn.call import TemporalCall, saving_spikes
 from spikefuse.nn.checkpoint import containers
+from spikefuse.nn.nesting import map_tensors, map_values, named_values
 from spikefuse.nn.neuron import DTYPES, IMPLEMENTATIONS, check_module
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import refuse_export
@@ -81,9 +80,10 @@ class Temporal(nn.Module):
     Call: `Temporal(net)(*inputs, state=None, return_state=False, impl="auto", **kwargs)`
 
     Args:
-        inputs, kwargs: the arguments of the network, in any nesting. Each tensor is `[T, B, ...]`,
-            with the same T and B; or `Events` of T steps and B samples for a network that begins
-            with an `EventLinear`. Other objects are passed on as they are. Time sharding takes
+        inputs, kwargs: the arguments of the network, in any nesting of tuples, lists and dicts.
+            Each tensor is `[T, B, ...]`, with the same T and B; or `Events` of T steps and B
+            samples for a network that begins with an `EventLinear`. Other objects are passed on as
+            they are. Time sharding takes
             one tensor among the arguments.
         state: the state that an earlier call returned, or None to start from rest.
         return_state: also return the final state, a dict from each neuron's name in `net` to its
@@ -92,7 +92,7 @@ class Temporal(nn.Module):
         impl: how neurons are computed; see `Neuron`.
 
     Returns:
-        The network's output with dim 0 unfolded to `[T, B, ...]` (any nesting of tensors), and
+        The network's output with dim 0 unfolded to `[T, B, ...]` (tensors in any such nesting), and
         with `return_state` a pair (output, state).
 
     Raises:
@@ -132,18 +132,6 @@ class Temporal(nn.Module):
         self.passing: StatePassing | None = None
         #: Runs `run_folded` as a fused graph, see `spikefuse.fuse`; None to call it.
         self.captured: Callable[..., Any] | None = None
-        self._prepare()
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        applied = super()._apply(fn, recurse)
-        self._prepare()
-        return applied
-
-    def _prepare(self) -> None:
-        """Prepare Triton before the first call, on a thread, if the network is on a GPU."""
-        first = next(self.parameters(), None)
-        if first is not None and first.is_cuda:
-            prepare()
 
     def extra_repr(self) -> str:
         shown = ["batch_first=True"] if self.batch_first else []
@@ -163,12 +151,8 @@ class Temporal(nn.Module):
         impl: str = "auto",
         **kwargs: Any,
     ) -> Any:
-        neurons = neurons_of(self.net)
-        leaves: Sequence[Any] = inputs
-        tree: pytree.TreeSpec | None = None
-        if kwargs or len(inputs) != 1 or not isinstance(inputs[0], Tensor):
-            leaves, tree = pytree.tree_flatten((inputs, kwargs))
-        sequences = self._sequences(leaves, tree)
+        neurons, is_traced = neurons_of(self.net), torch.compiler.is_compiling()
+        sequences = self._sequences(inputs, kwargs)
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
         if state is not None:
@@ -183,27 +167,28 @@ class Temporal(nn.Module):
             self._begin(call.passing, sequences, call)
         args: Sequence[Any] = inputs
         if self.batch_first:
-            args, kwargs = pytree.tree_map_only(Tensor, _swap_dims, (args, kwargs))
+            args, kwargs = map_tensors(_swap_dims, (args, kwargs))
+        if not is_traced and sequences[0].device.type == "cuda":
+            prepare()
         capture = type(self.memory).capture
-        if self.captured is None and capture is not None and not torch.compiler.is_compiling():
+        if self.captured is None and capture is not None and not is_traced:
             self.captured = capture()
+        captured = None if impl == "reference" else self.captured
         try:
             with call:
-                if self.captured is not None and impl != "reference":
-                    folded = self.captured(run_folded, self.net, args, kwargs)
-                elif torch.compiler.is_compiling():
-                    folded = run_folded(self.net, args, kwargs)
+                if is_traced or captured is not None:
+                    folded = run_captured(captured, run_folded, self.net, args, kwargs)
                 else:
                     with saving_spikes(self.memory):
                         folded = run_folded(self.net, args, kwargs)
         except Exception as error:
-            if not torch.compiler.is_compiling():
+            if not is_traced:
                 error.add_note(self._reading(sequences, num_steps, batch))
             raise
         if call.passing is not None:
             call.passing.end()
 
-        output = pytree.tree_map(partial(self._unfold, num_steps, batch, folded), folded)
+        output = map_values(partial(self._unfold, num_steps, batch, folded), folded)
         if not return_state:
             return output
         for name in neurons:
@@ -258,12 +243,15 @@ class Temporal(nn.Module):
         passing.begin(x, about, call.initial is not None)
 
     def _sequences(
-        self, leaves: Sequence[Any], tree: pytree.TreeSpec | None
+        self, inputs: Sequence[Any], kwargs: dict[str, Any]
     ) -> list[Tensor | SparseSequence]:
         """The sequences among the arguments, after checking that they agree in T and B."""
+        values = inputs
+        if kwargs or len(inputs) != 1 or not isinstance(inputs[0], Tensor):
+            values = [x for _, x in named_values((inputs, kwargs))]
         sequences: list[Tensor | SparseSequence] = []
         expected = "[B, T, ...]" if self.batch_first else "[T, B, ...]"
-        for i, x in enumerate(leaves):
+        for i, x in enumerate(values):
             if not isinstance(x, Tensor):
                 if not hasattr(x, "sequence_signature"):
                     continue
@@ -272,8 +260,9 @@ class Temporal(nn.Module):
             if sequences and x.shape[:2] != sequences[0].shape[:2]:
                 # The exporters before torch.export pass defaults of keyword arguments as tensors.
                 refuse_export()
+                name = _names(inputs, kwargs)[i]
                 raise ValueError(
-                    f"{_name(i, tree)} has shape {list(x.shape)}: expected {expected} with the "
+                    f"{name} has shape {list(x.shape)}: expected {expected} with the "
                     f"same T and B as the first tensor {list(sequences[0].shape)}; expand a tensor "
                     "that is the same at each step, see spikefuse.nn.encode.direct, or make it an "
                     "attribute of the network; state is a keyword argument"
@@ -285,8 +274,7 @@ class Temporal(nn.Module):
                 )
             sequences.append(x)
         if not sequences:
-            args, kwargs = pytree.tree_unflatten(leaves, tree) if tree is not None else ((), {})
-            kinds = [f"a {type(x).__name__}" for x in (*args, *kwargs.values())]
+            kinds = [f"a {type(x).__name__}" for x in (*inputs, *kwargs.values())]
             description = " and ".join(kinds) or "missing"
             raise TypeError(f"the input is {description}: expected a tensor {expected}")
         return sequences
@@ -313,11 +301,25 @@ class Temporal(nn.Module):
         )
 
 
+def run_captured(
+    captured: Callable[..., Any] | None,
+    function: Callable[..., Any],
+    net: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run `function(net, args, kwargs)` as a fused graph, unless it is traced itself."""
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if captured is None or is_traced:
+        return function(net, args, kwargs)
+    return captured(function, net, args, kwargs)
+
+
 def run_folded(net: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call `net`, written for one time step, on sequences `[T, B, ...]` folded into the batch."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
         return net(flatten_steps(args[0]))
-    args, kwargs = pytree.tree_map_only(Tensor, flatten_steps, (args, kwargs))
+    args, kwargs = map_tensors(flatten_steps, (args, kwargs))
     return net(*args, **kwargs)
 
 
@@ -336,7 +338,7 @@ def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
         ValueError: with `one_step`, a batch norm takes its statistics from its input.
     """
     neurons: dict[str, Neuron] = {}
-    for name, module in _named_modules(net):
+    for name, module in net.named_modules():
         if isinstance(module, Neuron):
             neurons[name] = module
         elif isinstance(module, RECURRENT):
@@ -345,7 +347,7 @@ def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
                 "here are called once for all time steps: run it outside, as in "
                 "nn.Sequential(Temporal(...), rnn, Temporal(...))"
             )
-        elif one_step and isinstance(module, _BatchNorm) and by_batch(module):
+        elif one_step and isinstance(module, BatchNorm) and by_batch(module):
             raise ValueError(
                 f"batch norm '{name}' would take the statistics of a single step: call "
                 "net.eval(), and set track_running_stats=True"
@@ -368,25 +370,6 @@ def _refuse_foreign(name: str, module: nn.Module) -> None:
             _refuse_foreign(f"{name}.{key}".lstrip("."), child)
 
 
-def _named_modules(net: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What `named_modules` gives, in a fraction of its time."""
-    if torch.compiler.is_compiling():
-        return list(net.named_modules())
-    named: list[tuple[str, nn.Module]] = []
-    seen: set[nn.Module] = set()
-    left: list[tuple[str, nn.Module]] = [("", net)]
-    while left:
-        name, module = left.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        named.append((name, module))
-        for key, child in reversed(module._modules.items()):
-            if child is not None:
-                left.append((f"{name}.{key}" if name else key, child))
-    return named
-
-
 def check_state(state: dict[str, States], neurons: dict[str, Neuron]) -> None:
     """Refuse states that are not those of all `neurons`."""
     if not isinstance(state, dict):
@@ -400,21 +383,16 @@ def check_state(state: dict[str, States], neurons: dict[str, Neuron]) -> None:
         )
 
 
-def _name(i: int, tree: pytree.TreeSpec | None) -> str:
-    """The name of leaf `i` of the arguments `tree`, such as "input 1" or "mask['key']"."""
-    assert tree is not None
-    arguments = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
-    path, _ = pytree.tree_flatten_with_path(arguments)[0][i]
-    first: Any = path[1]  # after positional or keyword arguments
-    name = f"input {first.idx}" if isinstance(first, pytree.SequenceKey) else first.key
-    return name + pytree.keystr(path[2:])
+def _names(inputs: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """The names of all values of the arguments, such as "input 1" or "mask['key']"."""
+    named = [*((f"input {i}", x) for i, x in enumerate(inputs)), *kwargs.items()]
+    return [name for start, x in named for name, _ in named_values(x, start)]
 
 
 def _place(y: Tensor, output: Any) -> str:
     """Where a tensor is in a nested output, as " as output['loss']"; empty for a single one."""
-    leaves, _ = pytree.tree_flatten_with_path(output)
-    (path, *_) = (path for path, leaf in leaves if leaf is y)
-    return f" as output{pytree.keystr(path)}" if path else ""
+    (path, *_) = (path for path, value in named_values(output) if value is y)
+    return f" as output{path}" if path else ""
 
 
 def _time_first(x: Any) -> ValueError:

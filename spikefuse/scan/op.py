@@ -15,9 +15,9 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.autograd import forward_ad
+from torch.autograd.forward_ad import unpack_dual
 
+from spikefuse._torch import keeps_graph, num_dispatch_modes
 from spikefuse.compiler.adjoint import has_gradient
 from spikefuse.kernels.triton_runtime import interpreted
 from spikefuse.neurons.definition import Neuron, channel_view, with_outputs
@@ -186,15 +186,17 @@ def execute(call: Call, arguments: Arguments[Tensor], wanted: Wanted) -> Results
                 needed = True
                 break
     if call.passing is None and not is_plain(tensors):
+        refuse_transforms(tensors)
         groups = [*arguments.inputs], [*(arguments.states or ())], [*arguments.params]
         prologue, options = [*arguments.prologue], (needed and wanted.save, wanted.final)
         run_op = getattr(torch.ops.spikefuse, call.op)
         found = run_op(call.program, *groups, prologue, list(call.scalars), *options)
         binary, num_states = sizes_of(call.program)
         end = len(binary) + (num_states if wanted.final else 0)
-        return Results(found[: len(binary)], found[len(binary) : end], binary=binary)
+        known = () if torch.compiler.is_compiling() else binary  # a graph knows no values
+        return Results(found[: len(binary)], found[len(binary) : end], binary=known)
     if call.passing is not None and torch.compiler.is_compiling():
-        return _execute_outside_dynamo(call, arguments, wanted)
+        return torch.compiler.disable(execute)(call, arguments, wanted)
     if not needed:
         return call.forward(arguments, Wanted(wanted.final, wanted.bits, save=False))
     *found, bits = _apply(call, arguments, wanted, *tensors)
@@ -203,8 +205,11 @@ def execute(call: Call, arguments: Arguments[Tensor], wanted: Wanted) -> Results
     return Results(found[:num], found[num:], (), bits, binary)
 
 
-# States are passed between processes, which torch.compile must not trace.
-_execute_outside_dynamo = _disable_dynamo(execute)
+def call_untraced(function: Callable[..., T], *args: Any) -> T:
+    """Call a function that torch.compile must not trace."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(function)(*args)
+    return function(*args)
 
 
 class _Eager(torch.autograd.Function):
@@ -256,11 +261,6 @@ def _differentiate(
     return refuse_double_backward(found, *tensors, *grads)
 
 
-def keeps_graph() -> bool:
-    """Whether the running backward pass has `retain_graph=True`."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 def choose(definition: Neuron, x: Tensor, wanted: Wanted) -> tuple[str, list[float], list[Tensor]]:
     """The name of the program of a definition for inputs like `x`, and the floats and tensors of
     the definition that it reads."""
@@ -304,25 +304,14 @@ def refuse_export() -> None:
 
 
 def check_backend(backend: str, x: Tensor) -> None:
-    """Check that kernels of a backend can run on `x`, outside exports and function transforms.
+    """Check that kernels of a backend can run on `x`, outside exports.
 
     Raises:
-        NotImplementedError: inside a transform of torch.func, forward-mode differentiation,
-            torch.export or torch.jit.trace.
+        NotImplementedError: inside torch.export or torch.jit.trace.
         ImportError: Triton is not installed.
         ValueError: the input is on another device.
     """
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        refuse_export()
-    else:
-        interpreter = torch._C._functorch.peek_interpreter_stack()
-        if forward_ad._current_level >= 0 or (
-            interpreter is not None and interpreter.key().name in ("Grad", "Jvp", "Vmap")
-        ):
-            raise NotImplementedError(
-                "forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap) "
-                'do not work through a fused neuron: use backward(), or grad with impl="reference"'
-            )
+    refuse_export()
     if backend == "numba" and not x.is_cpu:
         raise ValueError(f'impl="numba" runs on the CPU, but the input is on {x.device}')
     if backend == "triton":
@@ -353,17 +342,40 @@ def check_param(definition: Neuron, name: str, value: Tensor, x: Tensor) -> None
 
 
 def is_plain(tensors: Tensors) -> bool:
-    """Whether nothing observes or transforms operations, so that the dispatcher can be skipped."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack()
-    ):
+    """Whether nothing observes or transforms operations on these tensors, so that the dispatcher
+    can be skipped."""
+    if torch.compiler.is_compiling() or num_dispatch_modes():
         return False
     for t in tensors:
-        if type(t) not in PLAIN or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        if type(t) not in PLAIN:
             return False
-    return True
+    return not (tensors and _are_transformed(tensors))
+
+
+def _are_transformed(tensors: Tensors) -> bool:
+    """Whether tensors are those of a function transform, or some have tangents."""
+    try:
+        for t in tensors:
+            if not t.data_ptr() and t.numel():
+                return True
+    except RuntimeError:  # transforms hide the memory
+        return True
+    # Outside of forward-mode differentiation, the first tensor is unpacked into itself.
+    if unpack_dual(tensors[0]).primal is tensors[0]:
+        return False
+    return any(unpack_dual(t).tangent is not None for t in tensors)
+
+
+def refuse_transforms(tensors: Tensors) -> None:
+    """Raise NotImplementedError for tensors inside a transform of torch.func, or in forward-mode
+    differentiation."""
+    if torch.compiler.is_compiling() or not all(type(t) in PLAIN for t in tensors):
+        return
+    if tensors and _are_transformed(tensors):
+        raise NotImplementedError(
+            "forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap) "
+            'do not work through a fused neuron: use backward(), or grad with impl="reference"'
+        )
 
 
 #: Types of tensors whose operations no subclass overrides.
@@ -377,9 +389,8 @@ def fake_execution(name: str, inputs: Tensors) -> Execution:
 
 def implement(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Implement an op of the library; `fake` returns its results without values."""
-    for key in ("CPU", "CUDA"):
-        # torch.compile must call it, not trace it.
-        library.impl(name, _disable_dynamo(function), key)
+    # torch.compile calls it, and does not trace it.
+    torch.library.register_kernel(f"spikefuse::{name}", ("cpu", "cuda"), function, lib=library)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         refuse_export()

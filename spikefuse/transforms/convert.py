@@ -8,9 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from spikefuse._torch import (
+    children_of,
+    forward_hooks,
+    has_backward_hooks,
+    registries,
+    separate,
+)
+from spikefuse.kernels.norm import BatchNorm
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.activations import ACTIVATIONS
 from spikefuse.nn.checkpoint import require_temporal
@@ -24,7 +31,7 @@ from spikefuse.transforms.converters.common import (
     Library,
     Refusal,
     Rule,
-    separate,
+    is_compiled,
 )
 from spikefuse.transforms.converters.forward_code import CodeReader, GraphReader, Roles
 from spikefuse.transforms.converters.over_time import over_time, refuse_temporal
@@ -289,8 +296,8 @@ class _Converter:
             raise Refusal(_wrong_mode(library, mode, context))
         if rule.is_stateful and context == FOLDED:
             raise Refusal("it has a state, and its container folds time into the batch")
-        hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
-        if rule.is_stateful and any(hooks):
+        has_hooks = forward_hooks(module) or has_backward_hooks(module)
+        if rule.is_stateful and has_hooks:
             raise Refusal("it has hooks: register them after the conversion")
         try:
             if rule.inside:
@@ -304,7 +311,7 @@ class _Converter:
             made.__dict__["step_mode"] = module.step_mode if self.keeps_time else "s"
         if self.keeps_time and mode == SEQUENCE == context:
             made = over_time(made)
-        if isinstance(made, _BatchNorm) and context == STEP:
+        if isinstance(made, BatchNorm) and context == STEP:
             note = "; ".join(filter(None, (note, _STEP_NORM)))
         return made, note
 
@@ -316,37 +323,37 @@ class _Converter:
             )
         if isinstance(module, DistributedDataParallel):
             raise Refusal("it holds the network as it is: convert the network in it, its `module`")
-        inner = module._modules.get("_orig_mod")
-        if inner is not None:
-            made = self.build(inner, f"{name}._orig_mod".lstrip("."), context)
+        if is_compiled(module):
+            ((key, inner),) = children_of(module).items()
+            made = self.build(inner, f"{name}.{key}".lstrip("."), context)
             return made, "was compiled: compile the result"
         if isinstance(module, _CONTAINERS) or any(map(library_of, module.modules())):
             return self.copied(module, name, context), ""
         if context == SEQUENCE and not self.keeps_time:
             return _of_sequence(module)
-        return module, _STEP_NORM if isinstance(module, _BatchNorm) and context == STEP else ""
+        return module, _STEP_NORM if isinstance(module, BatchNorm) and context == STEP else ""
 
     def copied(self, module: nn.Module, name: str, context: str) -> nn.Module:
         """A module with converted children: itself if nothing changes, or a shallow copy."""
-        children = {
-            key: None
-            if child is None
-            else self.build(child, f"{name}.{key}" if name else key, context)
-            for key, child in module._modules.items()
+        changed = {
+            key: made
+            for key, child in children_of(module).items()
+            if (made := self.build(child, f"{name}.{key}" if name else key, context)) is not child
         }
         has_mode = "_step_mode" in vars(module)
-        if not has_mode and all(children[k] is child for k, child in module._modules.items()):
+        if not (has_mode or changed):
             return module
         result = copying.copy(module)
         separate(result)
-        result._modules = children
+        for key, child in changed.items():
+            result.add_module(key, child)
         if has_mode and not self.keeps_time:
             result.__dict__["_step_mode"] = "s"
         return result
 
     def check_code(self, module: nn.Module, name: str, context: str) -> None:
         """Refuse code of a network that does not run on one step."""
-        own = {k: v for k, v in vars(module).items() if k != "_modules"}
+        own = {k: v for k, v in vars(module).items() if k not in registries()}
         hidden = [key for key, value in own.items() if _holds_modules(value)]
         if hidden:
             self.refuse(

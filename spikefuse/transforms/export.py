@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.jit import TracerWarning  # type: ignore[attr-defined]
-from torch.utils import _pytree as pytree
 
 from spikefuse.block.block import Block
 from spikefuse.events.linear import EventLinear
 from spikefuse.neurons.definition import Neuron, States
 from spikefuse.nn.feedback import Feedback
+from spikefuse.nn.nesting import map_tensors
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.temporal import Temporal
+from spikefuse.transforms.converters.common import is_compiled
 
 
 def exportable(net: nn.Module, step: bool = False) -> nn.Module:
@@ -132,7 +133,7 @@ class ExportedStep(nn.Module):
                 raise ValueError(
                     f"neuron '{name}' is not called, so it has no next state: remove it"
                 )
-        y = pytree.tree_map_only(Tensor, lambda t: t.squeeze(self._dim), y)
+        y = map_tensors(lambda t: t.squeeze(self._dim), y)
         return y, *(s for name in self._rest for s in finals[name])
 
     @torch.no_grad()
@@ -163,7 +164,7 @@ def _check(name: str, module: nn.Module) -> None:
             f"{where}, whose lists of events have no plain operators: use nn.Linear, into which "
             "its state dict loads, and the neuron"
         )
-    if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
+    if isinstance(module, torch.jit.ScriptModule) or is_compiled(module):
         raise TypeError(f"{where}, which is compiled: pass the network as it was before")
     if isinstance(module, Temporal) and module.passing is not None:
         raise ValueError(f"{where} whose time is sharded: pass a network that is not")

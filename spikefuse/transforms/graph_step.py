@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 
+from spikefuse._torch import version
 from spikefuse.graph import capture
 from spikefuse.graph.capture import NotRecordable, static_copy, stored
 from spikefuse.neurons.parameters import Holder
+from spikefuse.nn.nesting import flatten, key_of, map_tensors, unflatten
 from spikefuse.nn.stream import Stream
 from spikefuse.transforms.learning_rates import LearningRates
 
@@ -145,7 +146,7 @@ class GraphStep:
         self._eager_calls.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, structure = flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         on_gpu = any(map(capture.is_cuda, tensors))
         # A step that another recorded step calls is a part of its graph.
@@ -158,7 +159,7 @@ class GraphStep:
             if not self._places:
                 self._find_parts()
             self._look(leaves)
-            inputs = structure, tuple(map(_description, leaves)), self._modes()
+            inputs = key_of(structure), tuple(map(_description, leaves)), self._modes()
             missing = tuple([p.grad is None for p in self._parameters])
             graph = self._graphs.get((inputs, missing)) or self._graphs.get((inputs, None))
             if graph is None:
@@ -304,9 +305,9 @@ class GraphStep:
         """Record the step on copies of its arguments. Nothing runs on the GPU."""
         with torch.inference_mode(False):  # whose tensors do not count their changes
             static = [static_copy(x) if isinstance(x, Tensor) else x for x in leaves]
-        args, kwargs = pytree.tree_unflatten(static, structure)
+        args, kwargs = unflatten(static, structure)
         inputs = [x for x in static if isinstance(x, Tensor)]
-        versions, num = [x._version for x in inputs], len(self._parameters)
+        versions, num = [*map(version, inputs)], len(self._parameters)
         others, streams = _elsewhere(self._parameters)
         before = [(p, p.grad, _version(p.grad)) for p in (*self._parameters, *others)]
         try:
@@ -316,11 +317,11 @@ class GraphStep:
             with self._around() as problems:
                 run = partial(self.step, *args, **kwargs)
                 graph, result = capture.capture(lambda: _detached(run()), self._pool())
-            results, returned = pytree.tree_flatten(result)
+            results, returned = flatten(result)
             kinds = [type(x).__name__ for x in results if not isinstance(x, Tensor | CONSTANTS)]
             if kinds:
                 problems.append(f"it returns a {kinds[0]}: return tensors")
-            if [x._version for x in inputs] != versions:
+            if [*map(version, inputs)] != versions:
                 problems.append("it changes an argument in place: change a copy, and return it")
             if any(p.grad is not grad or _version(grad) != v for p, grad, v in before[num:]):
                 problems.append(
@@ -370,7 +371,7 @@ class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     results: list[Any]
-    structure: pytree.TreeSpec
+    structure: Any
     gradients: list[tuple[Tensor, Tensor | None, Tensor | None]]
     replaces_gradients: bool
 
@@ -385,7 +386,7 @@ class _Graph(NamedTuple):
                 p.grad = after
         self.graph.replay()
         results = [x.clone() if isinstance(x, Tensor) else x for x in self.results]
-        return pytree.tree_unflatten(results, self.structure)
+        return unflatten(results, self.structure)
 
 
 def _description(x: Any) -> Any:
@@ -409,7 +410,7 @@ def _description(x: Any) -> Any:
 
 
 def _detached(result: Any) -> Any:
-    return pytree.tree_map_only(Tensor, Tensor.detach, result)
+    return map_tensors(Tensor.detach, result)
 
 
 def _elsewhere(known: list[Tensor]) -> tuple[list[Tensor], list[tuple[Stream, Any]]]:
@@ -424,7 +425,7 @@ def _elsewhere(known: list[Tensor]) -> tuple[list[Tensor], list[tuple[Stream, An
 
 
 def _version(x: Tensor | None) -> int | None:
-    return None if x is None else x._version
+    return None if x is None else version(x)
 
 
 def _has_changed(p: Tensor, grad: Tensor | None, version: int | None) -> bool:

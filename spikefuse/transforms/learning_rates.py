@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from spikefuse._torch import version
 from spikefuse.graph import capture
 
 
@@ -55,15 +56,15 @@ class LearningRates:
         replaced = []
         for at, group, is_read in self.groups():
             if is_read:
-                replaced.append((at, group, group["lr"], self.tensors[at]._version))
+                replaced.append((at, group, group["lr"], version(self.tensors[at])))
                 group["lr"] = self.tensors[at]
         try:
             with warnings.catch_warnings():  # of eager steps, which come before the recording
                 warnings.filterwarnings("ignore", "This instance was constructed with capturable")
                 yield problems
         finally:
-            for at, group, rate, version in replaced:
-                if group["lr"] is not self.tensors[at] or group["lr"]._version != version:
+            for at, group, rate, before in replaced:
+                if group["lr"] is not self.tensors[at] or version(group["lr"]) != before:
                     problems += ["it changes a learning rate: call scheduler.step() after the step"]
                     rate = float(group["lr"])
                     del self.values[at]

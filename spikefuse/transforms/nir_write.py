@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.block import Block
 from spikefuse.events.linear import EventLinear
+from spikefuse.kernels.norm import BatchNorm
 from spikefuse.neurons import IF, LI, LIF, PLIF, CubaLIF, DelayedResetLIF
 from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.surrogate import Surrogate
@@ -31,10 +31,10 @@ Sources = tuple[str, ...]  # the nodes whose outputs are added
 
 _ADDITIONS = (add, iadd, torch.add)
 _IGNORED = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-_REASONS: dict[type[nn.Module], str] = {
+_REASONS: dict[Any, str] = {
     nn.MaxPool2d: "NIR has no max pooling: train with nn.AvgPool2d, or a convolution with a stride",
     nn.AvgPool1d: "NIR has no pooling over one dim: use a convolution with a stride",
-    _BatchNorm: "only a batch norm that alone reads a convolution or linear layer can be folded "
+    BatchNorm: "only a batch norm that alone reads a convolution or linear layer can be folded "
     "into it: put it there",
 }
 
@@ -203,7 +203,7 @@ class _Writer:
             return self.neuron(name, module.neuron, inputs, node.meta["shape"])
         if len(read) != 1:
             raise Refusal(f"it is called with {len(read)} inputs: expected one")
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             self.fold(graph, module, read[0], sources[0])
             return sources[0]
         if isinstance(module, Neuron | Recurrent | Feedback):
@@ -251,16 +251,14 @@ class _Writer:
         node.output_type = {"output": np.array(after)}
         return self.add(name, node, sources)
 
-    def fold(
-        self, graph: fx.GraphModule, norm: _BatchNorm, read: fx.Node, sources: Sources
-    ) -> None:
+    def fold(self, graph: fx.GraphModule, norm: BatchNorm, read: fx.Node, sources: Sources) -> None:
         """Fold a batch norm with its running statistics into the layer before it."""
         if not sources:  # it was refused
             return
         before = graph.get_submodule(str(read.target)) if read.op == "call_module" else None
         foldable = isinstance(before, nn.Linear | nn.Conv1d | nn.Conv2d) and len(read.users) == 1
         if not foldable or len(sources) != 1:
-            raise Refusal(_REASONS[_BatchNorm])
+            raise Refusal(_REASONS[BatchNorm])
         if norm.running_mean is None or norm.running_var is None:
             raise Refusal("it has no running statistics: set track_running_stats=True")
         node = self.nodes[sources[0]]

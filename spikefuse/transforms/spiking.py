@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from spikefuse._torch import children_of
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.activations import ACTIVATIONS, FUNCTIONS, METHODS
 from spikefuse.nn.neuron import check_module
@@ -66,7 +67,7 @@ def spiking(
     activations = [
         (parent, name, child)
         for parent in result.modules()
-        for name, child in parent._modules.items()
+        for name, child in children_of(parent).items()
         if isinstance(child, replace)
     ]
     if not activations:

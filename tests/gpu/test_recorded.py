@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import spikefuse as sf
 from spikefuse.graph import capture
 from spikefuse.graph import recorded as module
-from spikefuse.graph.recorded import WARMUP, recorded
+from spikefuse.graph.recorded import WARMUP, buffers_of, recorded
 
 pytestmark = [
     # TorchDynamo looks for gradients of its inputs.
@@ -62,7 +62,7 @@ def compiled(net, record=True):
     def backend(graph, example_inputs):
         if not record:
             return graph.forward
-        made.append(recorded(graph.forward, example_inputs))
+        made.append(recorded(graph.forward, buffers_of(graph)))
         return made[-1]
 
     return copied, torch.compile(copied, backend=backend), made

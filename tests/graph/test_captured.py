@@ -153,7 +153,7 @@ def test_backward_hooks_run_without_graphs() -> None:
     hook = net.net.bn.register_full_backward_hook(lambda *_: seen.append(1))
     net(x).sum().backward()
     assert seen == [1]
-    assert notes(net) == ["not captured: a module has backward hooks"]
+    assert notes(net) == ["not captured: there are backward hooks, or hooks of all modules"]
     hook.remove()
     net(x)
     assert net.fusion.fused == (FUSED_PLACE,)
@@ -181,7 +181,7 @@ def test_more_than_one_graph(layer: str) -> None:
     setattr(net, layer, Uncompiled(getattr(net, layer)))
     fused = compare(sf.Temporal(net), torch.randn(4, 3, 6))
     assert Place("net.other", "net.lif2") in fused.fusion.fused
-    assert "in 2 graphs" in fused.fusion.summary
+    assert f", in {2 + (layer != 'first')} graphs" in fused.fusion.summary
 
 
 def test_a_backend_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +194,10 @@ def test_a_backend_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(captured, "compile_graph", fails)
         for _ in range(2):
             torch.testing.assert_close(fused(x), net(x))
-    assert notes(fused) == ["capture failed: KeyError: 'a defect'"]
-    assert fused.fusion.summary.endswith("capture failed: KeyError: 'a defect'")
+    (note,) = notes(fused)
+    assert note.startswith("capture failed: ")
+    assert note.endswith("KeyError: 'a defect'")
+    assert fused.fusion.summary.endswith(note)
     for a, b in zip(fused.buffers(), net.buffers(), strict=True):
         torch.testing.assert_close(a, b)
     assert sf.fuse(fused)(x).shape == x.shape  # captures anew
@@ -312,7 +314,8 @@ def test_fabric() -> None:
     wrapped = fabric.setup_module(net)
     for model in (sf.fuse(wrapped), fabric.setup_module(sf.fuse(network()))):
         torch.testing.assert_close(steps(model, x), expected, rtol=1e-4, atol=1e-4)
-        assert FUSED_PLACE.neuron in {p.neuron.split(".", 1)[-1] for p in places(model)}
+        (place,) = places(model)
+        assert place.neuron.endswith("net.lif")
     # The original, which shares parameters, runs as before.
     assert wrapped.module is net
     assert torch.equal(wrapped.eval()(x), net.eval()(x))
@@ -356,6 +359,8 @@ def test_distributed_data_parallel(bucket_cap_mb: float, process_group: None) ->
     assert torch._dynamo.config.optimize_ddp
 
 
+# It warns of views, which the outputs of Temporal are.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 def test_fully_shard(process_group: None) -> None:
     x = torch.randn(4, 3, 6)
     net = lambda: sf.Temporal(Net(FUSED["plain"][0]).requires_grad_(True))  # noqa: E731
@@ -366,5 +371,5 @@ def test_fully_shard(process_group: None) -> None:
         fully_shard(model)
         torch.testing.assert_close(steps(model, x), expected, rtol=1e-4, atol=1e-4)
         assert model.fusion.fused == (Place("net.bn", "net.lif"),)
-    with pytest.raises(TypeError, match="which fully_shard holds as it is: fuse the network first"):
+    with pytest.raises(TypeError, match="by fully_shard, .*: fuse the network first"):
         sf.fuse(whole)

@@ -17,7 +17,14 @@ from torch.utils.checkpoint import checkpoint
 from spikefuse.graph import capture
 from spikefuse.graph import recorded as module
 from spikefuse.graph.capture import NotRecordable
-from spikefuse.graph.recorded import MAX_MOVES, MAX_RECORDINGS, WARMUP, Recorded, recorded
+from spikefuse.graph.recorded import (
+    MAX_MOVES,
+    MAX_RECORDINGS,
+    WARMUP,
+    Recorded,
+    buffers_of,
+    recorded,
+)
 from tests.graph import tape
 
 # TorchDynamo looks for gradients of its inputs.
@@ -47,7 +54,7 @@ def compiled(net):
     copied, made = copy.deepcopy(net), []
 
     def backend(graph, example_inputs):
-        made.append(recorded(graph.forward, example_inputs))
+        made.append(recorded(graph.forward, buffers_of(graph)))
         return made[-1]
 
     return copied, torch.compile(copied, backend=backend), made
@@ -297,7 +304,9 @@ def test_parameters_that_always_move():
 
 def test_many_shapes():
     _, net, made = compiled(nn.Linear(4, 3))
-    net = torch.compile(net, dynamic=True, backend=lambda g, e: made.append(recorded(g)) or made[0])
+    net = torch.compile(
+        net, dynamic=True, backend=lambda g, e: made.append(recorded(g, buffers_of(g))) or made[0]
+    )
 
     def run():
         for size in range(2, 14):
@@ -484,11 +493,15 @@ def test_what_is_not_on_one_gpu(monkeypatch):
     assert run.obstacle
 
 
-def test_parameters_that_nothing_marks():
-    """In case TorchDynamo should no longer say which inputs belong to modules."""
-    run = recorded(lambda w, mean: (w * mean,))
-    run(nn.Parameter(torch.ones(2)), torch.ones(2))
-    assert "which inputs belong to modules" in run.obstacle
+def test_buffers_that_nothing_names(recwarn):
+    """In case TorchDynamo should no longer name inputs by where they are."""
+    run, mean = recorded(lambda w, mean: (w * mean.add_(1),)), torch.zeros(2)
+    for i in range(1, 6):
+        assert run(nn.Parameter(torch.ones(2)), mean)[0].tolist() == [i, i]
+    assert "changes an input in place" in run.obstacle
+    assert [str(w.message) for w in recwarn] == [
+        f"a network is not recorded as a CUDA graph: {run.obstacle}"
+    ]
 
 
 def test_dropped_recordings_are_freed():
@@ -556,9 +569,7 @@ def test_threads():
         values = dict(zip(names, tensors, strict=True))
         return (torch.func.functional_call(copied, values, (x,)),)
 
-    for t in tensors:
-        torch._dynamo.mark_static_address(t)
-    run = recorded(function)
+    run = recorded(function, range(1, 1 + len(tensors)))
     wrong, inputs = [], batches(40)
     with torch.no_grad():
         expected = [net(x) for x in inputs]

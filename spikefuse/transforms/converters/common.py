@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from spikefuse._torch import separate
 from spikefuse.neurons.learnable import Learnable
 from spikefuse.neurons.surrogate import Surrogate
 
@@ -83,7 +84,11 @@ class Library:
 
 
 _M = TypeVar("_M", bound=nn.Module)
-_DICTS = [key for key, value in vars(nn.Module()).items() if isinstance(value, dict)]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has returned a module, whose only submodule is the original."""
+    return type(module).__name__ == "OptimizedModule"
 
 
 def as_class(kind: type[_M], module: nn.Module) -> _M:
@@ -93,12 +98,6 @@ def as_class(kind: type[_M], module: nn.Module) -> _M:
     vars(made).update(module.__getstate__())
     separate(made)
     return made
-
-
-def separate(module: nn.Module) -> None:
-    """Give a shallow copy its own dicts of parameters, buffers, children and hooks."""
-    own = {key: module.__dict__[key].copy() for key in _DICTS if key in vars(module)}
-    module.__dict__.update(own)
 
 
 def rename(

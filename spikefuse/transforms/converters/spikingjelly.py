@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.neurons import (
     CLIF,
@@ -224,18 +223,18 @@ class SequenceDropout2d(SequenceDropout):
         return F.dropout2d(torch.ones_like(x), self.p)
 
 
-class ScaledBatchNorm(_BatchNorm):
+class ScaledBatchNorm(nn.BatchNorm1d):
     """Batch norm of `[T*B, C, ...]` with a learned scale for each step, `scale[t]`."""
 
     scale: nn.Parameter
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        pass
-
     def forward(self, x: Tensor) -> Tensor:
         if active.call is None:  # [T, B, C, ...]
-            return self.scaled(super().forward(x.flatten(0, 1)), len(x)).unflatten(0, x.shape[:2])
-        return self.scaled(super().forward(x), active.call.num_steps)
+            return self.scaled(self.normed(x.flatten(0, 1)), len(x)).unflatten(0, x.shape[:2])
+        return self.scaled(self.normed(x), active.call.num_steps)
+
+    def normed(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(2) if x.ndim > 3 else x).view(x.shape)
 
     def scaled(self, y: Tensor, steps: int) -> Tensor:
         if steps != len(self.scale):
