@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.kernels.running import Running, update_running_stats
+from spikefuse.kernels.running import Running
 from spikefuse.scan.state_passing import WHOLE, Collectives, StatePassing
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -39,15 +38,3 @@ def running_of(norm: _BatchNorm) -> Running:
     if momentum is None:  # a mean over all batches
         momentum = 0.0 if batches is None else 1.0 / (1.0 + batches.item())
     return Running(norm.running_mean, norm.running_var, batches, momentum)
-
-
-def update_traced_stats(norm: _BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
-    """Update the running statistics of a norm in a traced graph."""
-    with torch.no_grad():
-        update_running_stats(running_of(norm), mean, unbiased)
-
-
-class CollectiveNorm(_BatchNorm):
-    """A batch norm that itself takes its statistics over several processes."""
-
-    is_leaf = True  # of traced graphs

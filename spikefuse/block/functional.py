@@ -72,8 +72,7 @@ def norm_statistics(
         collectives: over the processes that share the statistics, if there are others.
     """
     if not op.is_plain((x,)):
-        # Hidden from the record of changed tensors, see `spikefuse.nn.call.SumRecorder`.
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad():
             weight = None if weight is None else weight.detach()
             found = torch.ops.spikefuse.norm_statistics(x.detach(), weight, eps, backend)
             update_running_stats(running, found[0][0], found[1])

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.block.batch_norm import CollectiveNorm
 from spikefuse.distributed.links import AxisCollectives
 from spikefuse.kernels.running import Running, update_running_stats
 from spikefuse.nn.call import active
@@ -18,7 +17,7 @@ from spikefuse.nn.call import active
 _EPS = 1e-5
 
 
-class AxisNorm(CollectiveNorm):
+class AxisNorm(_BatchNorm):
     """A batch norm whose training statistics include all ranks of an axis.
 
     The result is that of one process with all values, to rounding, running statistics included.
