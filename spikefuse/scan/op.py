@@ -72,14 +72,12 @@ class Call:
     Attributes:
         program: its name.
         execution: of the program on the inputs, known after forward.
-        overwrites: whether backward may write into what forward saved.
     """
 
     program: str
     scalars: Sequence[float] = ()
     passing: StatePassing | None = None
     execution: Execution | None = field(default=None, init=False)
-    overwrites: bool = field(default=False, init=False)
     #: Where inputs, states, params and prologue end in the list of all tensors.
     _ends: tuple[int, int, int, int] = field(default=(0, 0, 0, 0), init=False)
     #: The name of the library op.
@@ -250,8 +248,6 @@ def _differentiate(
         backward = getattr(torch.ops.spikefuse, f"{call.op}_backward")
         results = iter(backward(call.program, *groups, [*saved], [*grads], [*needed]))
         return [next(results) if need else None for need in needed]
-    # Without retain_graph, nobody reads the saved tensors after this.
-    call.overwrites = not keeps_graph()
     num = call.execution.num_outputs if call.execution else len(sizes_of(call.program)[0])
     incoming, needs = Results(grads[:num], grads[num:]), call.unflatten(needed)
     if not torch.is_grad_enabled():

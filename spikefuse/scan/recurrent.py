@@ -22,7 +22,7 @@ from torch import Tensor
 from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, with_outputs
 from spikefuse.scan.execution import execution_of, launcher_of
 from spikefuse.scan.microbatches import Gradients
-from spikefuse.scan.op import Call, Needs, check_backend, choose, execute, register
+from spikefuse.scan.op import Call, Needs, check_backend, choose, execute, keeps_graph, register
 from spikefuse.scan.program import FLOAT, Operands, kinds_of, prepare, program
 from spikefuse.scan.records import Arguments, MaybeTensors, Results, Tensors, Wanted
 
@@ -235,7 +235,9 @@ class _Chain:
         dtype = call.dtype_of(incoming)
         # Numba's kernels are compiled for sequences that do not overlap.
         self.may_overlap = self.own.backend == "triton"
-        if self.may_overlap and call.overwrites and current.is_contiguous():
+        # Without retain_graph, nobody reads what is saved after this. An op must not write to it.
+        is_last = call.execution is not None and not keeps_graph()
+        if self.may_overlap and is_last and current.is_contiguous():
             # At the end of its memory, where writing a step leaves the earlier steps as they are.
             first = current.detach().flatten().view(dtype)[-current.numel() :].view(current.shape)
         else:
