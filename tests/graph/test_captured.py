@@ -371,5 +371,5 @@ def test_fully_shard(process_group: None) -> None:
         fully_shard(model)
         torch.testing.assert_close(steps(model, x), expected, rtol=1e-4, atol=1e-4)
         assert model.fusion.fused == (Place("net.bn", "net.lif"),)
-    with pytest.raises(TypeError, match="by fully_shard, .*: fuse the network first"):
+    with pytest.raises(TypeError, match=r"by fully_shard, .*: fuse the network first"):
         sf.fuse(whole)
