@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from spikefuse._torch import forward_hooks, has_backward_hooks
+from spikefuse._torch import hooks_of
 from spikefuse.graph.backend import Graph, compile_graph
 from spikefuse.graph.report import Report
 from spikefuse.memory.policies import Checkpoint
@@ -52,13 +52,13 @@ class Captured:
             return active.observer.network(function, net, args, kwargs)
         if self._has_failed:
             return _run(function, net, args, kwargs)
-        hooks = _hooks_of(net)
-        if hooks is None:
+        hooks, has_backward_hooks = hooks_of(net.modules())  # on which TorchDynamo does not guard
+        if has_backward_hooks:  # which it does not trace
             self.report.clear()
             self.report.note("not captured: a module has backward hooks")
             return _run(function, net, args, kwargs)
         self._is_new_call, self.report.has_run = True, False
-        key = function, hooks, current_policy()
+        key = function, *hooks, current_policy()
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile(function)
@@ -96,17 +96,6 @@ class Captured:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_compiled": {}, "_has_failed": False}
-
-
-def _hooks_of(net: nn.Module) -> tuple[int, ...] | None:
-    """The ids of the forward hooks of all modules, on which TorchDynamo does not guard; None if
-    there are backward hooks, which it does not trace."""
-    found: list[int] = []
-    for module in net.modules():
-        found += forward_hooks(module)
-        if has_backward_hooks(module):
-            return None
-    return tuple(found)
 
 
 def chunks_of_call() -> int | None:
