@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from spikefuse._torch import keeps_graph, num_dispatch_modes
+from spikefuse._torch import num_dispatch_modes
 from spikefuse.compiler.adjoint import has_gradient
 from spikefuse.kernels.triton_runtime import interpreted
 from spikefuse.neurons.definition import Neuron, channel_view, with_outputs
