@@ -137,7 +137,10 @@ def batch_norm(
     passing = _passing()
     if training and passing is not None and passing.statistics is not None:
         running = Running(running_mean, running_var, None, momentum)
-        return passing.batch_norm(x, running, (weight, bias, eps), passing.statistics)
+        # Other processes may have another number of equal steps, or none.
+        steps = x.unsqueeze(0).expand(repeats, *x.shape).flatten(0, 1)
+        y = passing.batch_norm(steps, running, (weight, bias, eps), passing.statistics)
+        return y[: len(x)]
     if repeats == 1 or not training or running_var is None:
         return F.batch_norm(x, running_mean, running_var, *given)
     # Mean and variance of a batch do not change when it is repeated, but the recorded value is
