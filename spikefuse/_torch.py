@@ -14,6 +14,8 @@ compares. Times are those of a call with torch 2.13 on one core:
 - `_version` (0.06 us) counts changes in place. In public: a hash of the values (60 us for 10,000
   floats on a CPU; it waits for a GPU).
 - `_dynamo.lookup_backend` returns Inductor as a function of a graph. In public: graphs run eagerly.
+  `_dynamo.config` lets TorchDynamo capture whole graphs inside `DistributedDataParallel`. In
+  public: none, and norms and neurons whose gradients are sent apart are not fused.
 - `_dynamo_marked_constant` is what `torch.compiler.assume_constant_result` sets, which first
   imports TorchDynamo: `import spikefuse` would take 2 s more.
 - `_execution_engine` differentiates inside of the tracer's modes, and calls a function at the end
@@ -32,16 +34,19 @@ the functions in captured graphs, are known by their names, which may begin with
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.autograd import Variable
 from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.nn.modules import module as modules
 
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
@@ -116,6 +121,21 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[...,
     except (ImportError, AttributeError):
         return gm
     return compile_graph(gm, example_inputs)
+
+
+@contextlib.contextmanager
+def whole_graphs() -> Iterator[None]:
+    """Let TorchDynamo capture whole graphs inside `DistributedDataParallel`, for which it splits
+    them by default, so that backward sends gradients early; an eager graph does so anyway."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    config: Any = importlib.import_module("torch._dynamo.config")
+    before, config.optimize_ddp = getattr(config, "optimize_ddp", None), False
+    try:
+        yield
+    finally:
+        config.optimize_ddp = before
 
 
 def constant_result(function: Callable[..., R]) -> Callable[..., R]:
@@ -205,6 +225,17 @@ def hooks_of(modules: Iterable[nn.Module]) -> tuple[list[int], list[int]]:
             if state[name]:
                 backward += state[name]
     return forward, backward
+
+
+_GLOBAL_HOOKS = [
+    value for name, value in vars(modules).items()
+    if name.startswith(("_global_forward", "_global_backward")) and name.endswith("hooks")
+]  # fmt: skip
+
+
+def has_global_hooks() -> bool:
+    """Whether there are hooks that run for all modules."""
+    return any(_GLOBAL_HOOKS)
 
 
 def nothing(*_: Any) -> None:

@@ -51,13 +51,23 @@ def compile_graph(
     if mode == "inductor" and chunks is None and not operations.shares_time():
         report.graphs += 1
         apply_passes(gm, report)
-        return inductor(gm, example_inputs)
-    run = operations.saving_bits(executable(gm, report, chunks), report)
+        return noted(inductor(gm, example_inputs), report)
+    run = operations.saving_bits(executable(gm, report, chunks))
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)
     records = mode == "recorded" or (mode == "auto" and on_gpu)
     if records and chunks is None and not operations.shares_time():
-        return recorded(run, buffers_of(gm))
-    return run
+        run = recorded(run, buffers_of(gm))
+    return noted(run, report)
+
+
+def noted(run: Graph, report: Report) -> Graph:
+    """Let `report` know when a graph runs."""
+
+    def run_noted(*args: Any) -> Any:
+        report.has_run = True
+        return run(*args)
+
+    return run_noted
 
 
 def executable(gm: fx.GraphModule, report: Report, chunks: int | None) -> fx.GraphModule:

@@ -16,7 +16,6 @@ from torch import Tensor, fx
 from spikefuse.block import functional
 from spikefuse.block.functional import Norm, Statistics
 from spikefuse.block.program import BlockProgram, block_program
-from spikefuse.graph.report import Report
 from spikefuse.kernels.running import Running
 from spikefuse.nn import pool
 from spikefuse.nn.call import active, current_policy, mark_binary, saving_spikes
@@ -69,11 +68,10 @@ def _passing() -> StatePassing | None:
     return None if active.call is None else active.call.passing
 
 
-def saving_bits(gm: fx.GraphModule, report: Report) -> Callable[..., Any]:
+def saving_bits(gm: fx.GraphModule) -> Callable[..., Any]:
     """A function that runs a graph, whose layers save spikes as the policy of the call says."""
 
     def run(*args: Any) -> Any:
-        report.has_run = True
         with saving_spikes(current_policy()):
             return gm.forward(*args)
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from spikefuse._torch import hooks_of
+from spikefuse._torch import children_of, hooks_of, registries, separate
 from spikefuse.kernels.norm import BatchNorm
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.activations import ACTIVATIONS
