@@ -45,8 +45,8 @@ class AxisNorm(nn.BatchNorm1d):
                 # The mean over all batches, computed without waiting for a GPU.
                 rate = 1 / (batches + 1)
             running = Running(mean, variance, batches, rate)
-        # A norm in a graph of ours is one over all ranks. PyTorch's refuses one value per channel, of
-        # which other ranks have more.
+        # A norm in a graph of ours is one over all ranks. PyTorch's refuses one value per channel,
+        # of which other ranks have more.
         if active.captures and x.numel() > x.shape[1] and not is_plain((x,)):
             if running.batches is not None:
                 running.batches.add_(1)
