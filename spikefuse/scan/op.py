@@ -266,7 +266,7 @@ def choose(definition: Neuron, x: Tensor, wanted: Wanted) -> tuple[str, list[flo
         name, used = definition.evaluate(_prepare, backend, kinds_of(values), outputs)
     else:
         description = definition.description()
-        cache, values = description.cache, description.values()
+        cache, values = description.cache, description.values(definition)
         selected, statics = with_outputs(definition, outputs), (*description.statics, outputs)
         made = prepare(selected, backend, statics, kinds_of(values))
         name, used = made.name, made.step.params
