@@ -37,7 +37,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -101,17 +102,12 @@ def any_saved_tensors_hook() -> Any:
         return "unknown"
 
 
-def version(x: Tensor) -> int:
-    """Return a number that differs after `x` has been changed in place."""
-    return x._version
-
-
 def hashed(x: Tensor) -> int:
     return hash(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
-if not hasattr(Tensor, "_version"):
-    version = hashed
+#: Returns a number that differs after a tensor has been changed in place.
+version: Callable[[Tensor], int] = attrgetter("_version") if hasattr(Tensor, "_version") else hashed
 
 
 def dynamo_is_imported() -> bool:
@@ -216,16 +212,19 @@ def children_of(module: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in named if name and "." not in name}
 
 
-def forward_hooks(module: nn.Module) -> list[int]:
-    """Return the ids of the forward hooks and forward pre-hooks."""
-    state = vars(module)
-    return [key for name in _FORWARD_HOOKS if state[name] for key in state[name]]
-
-
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether a module has backward hooks or backward pre-hooks."""
-    state = vars(module)
-    return any(state[name] for name in _BACKWARD_HOOKS)
+def hooks_of(modules: Iterable[nn.Module]) -> tuple[list[int], list[int]]:
+    """Return the ids of the forward hooks of modules, and those of the backward hooks; pre-hooks
+    are among both."""
+    forward: list[int] = []
+    backward: list[int] = []
+    for state in map(vars, modules):
+        for name in _FORWARD_HOOKS:
+            if state[name]:
+                forward += state[name]
+        for name in _BACKWARD_HOOKS:
+            if state[name]:
+                backward += state[name]
+    return forward, backward
 
 
 _GLOBAL_HOOKS = [

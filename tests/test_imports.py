@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 PACKAGE = Path(__file__).resolve().parents[1] / "spikefuse"
 MAX_LINES = 500
@@ -17,6 +18,7 @@ MAX_LINES = 500
 # Each package, and what it may import of the others: a package, or one module of it. "spikefuse"
 # is the public face, __init__.py; "nn.__init__" and others are the faces of packages.
 PACKAGES: dict[str, set[str]] = {
+    "_torch": set(),  # which all others may import
     "neurons": set(),
     "reference": {"neurons"},
     "compiler": {"neurons"},
@@ -27,15 +29,17 @@ PACKAGES: dict[str, set[str]] = {
     | {"memory.policies", "memory.spikes", "memory.saved_tensors"},
     "block": {"nn", "scan", "reference", "kernels", "neurons", "memory.policies"},
     "events": {"nn", "scan", "kernels", "neurons"},
-    "transforms": {"block", "nn", "reference", "neurons", "events.linear"},
+    "graph": {"memory", "block", "nn", "scan", "kernels", "neurons", "transforms.tables"},
+    "transforms": {"graph", "block", "nn", "reference", "kernels", "neurons", "events.linear"},
     "distributed": {"transforms", "memory", "block", "events", "nn", "scan", "kernels", "neurons"},
     "inspect": {"memory", "block", "events", "nn", "scan", "compiler", "kernels", "neurons"}
     | {"graph", "transforms.tables"},
-    "spikefuse": {"distributed", "inspect", "transforms", "memory", "nn", "compiler", "neurons"},
+    "spikefuse": {"distributed", "inspect", "transforms", "graph", "memory", "nn", "compiler"}
+    | {"neurons"},
     "data": set(),
     "models": {"spikefuse", "block", "events", "nn", "neurons"},
-    "train": {"models", "distributed", "inspect", "data", "transforms", "events", "memory", "nn"}
-    | {"spikefuse", "neurons"},
+    "train": {"models", "distributed", "inspect", "data", "transforms", "graph", "events", "memory"}
+    | {"spikefuse", "nn", "neurons"},
     "testing": {"models", "distributed", "data", "block", "nn", "spikefuse", "neurons"},
     "__main__": {"train.cli"},
 }
@@ -46,7 +50,8 @@ FILES: dict[str, set[str]] = {
     "memory.policies": set(),
     "memory.spikes": {"kernels", "memory.policies"},
     "memory.saved_tensors": {"kernels", "memory.spikes"},
-    "nn": {"nn", "block", "events", "transforms", "inspect"},
+    "transforms.tables": set(),
+    "nn": {"nn", "block", "graph", "events", "transforms", "inspect"},
 }
 
 # Inside these packages, a module may import only those that come before it.
@@ -139,6 +144,10 @@ EXTERNAL = {
 }
 
 
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
 def module_name(package: Path, file: Path) -> str:
     """Dotted name below the package: 'compiler.trace', 'neurons'; 'spikefuse' for the root."""
     parts = file.relative_to(package).with_suffix("").parts
@@ -177,7 +186,7 @@ def may_import(module: str, name: str) -> bool:
         return False
     package = package_of(module)
     allowed = FILES.get(module, PACKAGES[package] | {package})
-    return any(inside(target, name) for name in allowed | {module})
+    return any(inside(target, name) for name in allowed | {module, "_torch"})
 
 
 def inside(target: str, name: str) -> bool:
@@ -341,6 +350,77 @@ def test_no_two_classes_share_a_name() -> None:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(module_name(PACKAGE, file))
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
+METHODS = {name for name in dir(torch.nn.Module()) if is_private(name)}
+#: Private attributes and methods of what users and PyTorch pass to each other.
+PRIVATE = METHODS | {"_orig_mod"}
+PRIVATE |= {n for kind in (torch.Tensor, torch.UntypedStorage) for n in dir(kind) if is_private(n)}
+
+
+def private_names(file: Path) -> list[str]:
+    """The private names of PyTorch in a file; operators are known by their names."""
+    tree, found = ast.parse(file.read_text()), []
+    roots, own = {"torch"}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            roots |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            roots |= {a.asname for a in node.names if a.asname and a.name.startswith("torch.")}
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own.add(ast.unparse(node))
+        elif isinstance(node, ast.FunctionDef):
+            own.add(f"self.{node.name}")
+    for line, name in imported_names(file.parent, file):
+        if name.startswith("torch.") and any(map(is_private, name.split("."))):
+            found.append((line, name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            name = ast.unparse(node)
+            is_known = name.startswith("torch.ops.") or name in own
+            if not is_known and (name.partition(".")[0] in roots or node.attr in PRIVATE):
+                found.append((node.lineno, name))
+        elif isinstance(node, ast.FunctionDef) and node.name in METHODS:
+            found.append((node.lineno, node.name))
+        elif isinstance(node, ast.Constant) and node.value in PRIVATE:
+            found.append((node.lineno, node.value))
+        elif isinstance(node, ast.keyword) and node.arg in PRIVATE:
+            found.append((node.lineno, node.arg))
+    return [f"{file.name}:{line}: {name}" for line, name in found]
+
+
+def test_one_file_uses_private_names_of_pytorch() -> None:
+    files = set(PACKAGE.rglob("*.py")) - {PACKAGE / "_torch.py"}
+    assert [found for file in sorted(files) for found in private_names(file)] == []
+    assert private_names(PACKAGE / "_torch.py")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch; torch._C.f()",
+        "import torch; torch._foreach_add_(x, 1)",
+        "from torch.utils import _pytree",
+        "import torch.utils._pytree as tree",
+        "from torch.autograd import Variable; Variable._execution_engine",
+        "net._modules",
+        "vars(net)['_modules']",
+        "vars(net).update(_modules={})",
+        "x._version",
+        "class Layer(nn.Module):\n    def _apply(self, f): ...",
+    ],
+)
+def test_the_checker_finds_private_names(source: str, tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text(source)
+    assert len(private_names(file)) == 1
+
+
+def test_files_that_ask_whether_torch_compile_traces() -> None:
+    """Each is one place where eager and traced calls differ."""
+    found = [f for f in sorted(PACKAGE.rglob("*.py")) if "is_compiling()" in f.read_text()]
+    names = {module_name(PACKAGE, file) for file in found}
+    assert names == {"nn.checkpoint", "nn.temporal", "scan.op"}
 
 
 def test_no_test_file_is_imported() -> None:

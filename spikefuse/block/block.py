@@ -135,7 +135,7 @@ def scan(
     is_plain, save = op.is_plain(inputs), _saves_states(memory)
     if is_plain:
         block = prepare_block(neuron, backend, kind, wanted.outputs)
-        values = dict[str, Any](neuron.description().values())
+        values = dict[str, Any](neuron.description().values(neuron))
         program, own, floats = block.name, block.own, block.own_floats
     else:
         op.refuse_transforms(inputs)

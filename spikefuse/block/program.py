@@ -99,7 +99,7 @@ def prepare_block(
     """The program of a neuron with a norm; see `Wanted.outputs`. `Program.definition` is a neuron,
     too: so a block is made for a scan of which only the program is known."""
     description = neuron.description()
-    tensors = filter(torch.is_tensor, description.values().values())
+    tensors = filter(torch.is_tensor, description.values(neuron).values())
     key = "block", backend, kind, outputs, *map(_kind, tensors)
     found: BlockProgram | None = description.cache.get(key)
     if found is None:

@@ -248,7 +248,7 @@ class _ForbidReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Recording:
+class _Operations:
     """Runs a step or its reverse eagerly and records every operation."""
 
     def __init__(self, inputs: dict[str, Tensor], reads: _ForbidReads, gradients: bool) -> None:
@@ -336,7 +336,7 @@ class _Recording:
 
 # In a class of its own, `__torch_dispatch__` stays as it is. That of a direct subclass would import
 # all of torch.compile in the first call, which takes a second.
-class _OperationRecorder(_Recording, TorchDispatchMode):
+class _OperationRecorder(_Operations, TorchDispatchMode):
     """Records the operations of this thread."""
 
 

@@ -61,7 +61,7 @@ class _Product(torch.autograd.Function):
 
 def can_fuse(neuron: Neuron, weight: Tensor) -> bool:
     """Return whether `layer` supports a neuron: on a CPU, one input, and only floats as values."""
-    values = neuron.description().values().values()
+    values = neuron.description().values(neuron).values()
     return (
         weight.is_cpu
         and len(type(neuron).input_names) == 1

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from spikefuse._torch import (
-    forward_hooks,
-    has_backward_hooks,
-    has_global_hooks,
-    whole_graphs,
-)
+from spikefuse._torch import has_global_hooks, hooks_of, whole_graphs
 from spikefuse.graph.backend import Graph, compile_graph
 from spikefuse.graph.report import Report
 from spikefuse.memory.policies import Checkpoint
@@ -61,13 +56,13 @@ class Captured:
             return active.observer.network(function, net, args, kwargs)
         if self._has_failed:
             return _run(function, net, args, kwargs)
-        hooks = _hooks_of(net)
-        if hooks is None:
+        hooks, has_backward_hooks = hooks_of(net.modules())  # on which TorchDynamo does not guard
+        if has_backward_hooks or has_global_hooks():  # which it does not trace
             self.report.clear()
             self.report.note("not captured: there are backward hooks, or hooks of all modules")
             return _run(function, net, args, kwargs)
         self._is_new_call, self.report.has_run, self.report.net = True, False, net
-        key = function, hooks, current_policy()
+        key = function, *hooks, current_policy()
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile(function)
@@ -118,19 +113,6 @@ class Captured:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_compiled": {}, "_renewals": 0, "_has_failed": False}
-
-
-def _hooks_of(net: nn.Module) -> tuple[int, ...] | None:
-    """The ids of the forward hooks of each module, on which TorchDynamo does not guard; None if
-    there are backward hooks, or hooks of all modules, which it does not trace."""
-    if has_global_hooks():
-        return None
-    found: list[int] = []
-    for module in net.modules():
-        found += forward_hooks(module)
-        if has_backward_hooks(module):
-            return None
-    return tuple(found)
 
 
 def chunks_of_call() -> int | None:

@@ -18,7 +18,7 @@ from spikefuse.block.functional import Norm, Statistics
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.kernels.running import Running
 from spikefuse.nn import pool
-from spikefuse.nn.call import active, current_policy, mark_binary, saving_spikes
+from spikefuse.nn.call import active, mark_binary, saving_spikes
 from spikefuse.scan import op
 from spikefuse.scan.program import program
 from spikefuse.scan.records import Arguments, Results, Wanted
@@ -72,7 +72,7 @@ def saving_bits(gm: fx.GraphModule) -> Callable[..., Any]:
     """A function that runs a graph, whose layers save spikes as the policy of the call says."""
 
     def run(*args: Any) -> Any:
-        with saving_spikes(current_policy()):
+        with saving_spikes():
             return gm.forward(*args)
 
     return run
@@ -135,7 +135,10 @@ def batch_norm(
     passing = _passing()
     if training and passing is not None and passing.statistics is not None:
         running = Running(running_mean, running_var, None, momentum)
-        return passing.batch_norm(x, running, (weight, bias, eps), passing.statistics)
+        # Other processes may have another number of equal steps, or none.
+        steps = x.unsqueeze(0).expand(repeats, *x.shape).flatten(0, 1)
+        y = passing.batch_norm(steps, running, (weight, bias, eps), passing.statistics)
+        return y[: len(x)]
     if repeats == 1 or not training or running_var is None:
         return F.batch_norm(x, running_mean, running_var, *given)
     # Mean and variance of a batch do not change when it is repeated, but the recorded value is

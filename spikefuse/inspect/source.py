@@ -40,6 +40,6 @@ def source(neuron: Neuron, backend: str = "numba") -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}: expected one of {', '.join(BACKENDS)}")
     description = neuron.description()
-    kinds = kinds_of(description.values())
+    kinds = kinds_of(description.values(neuron))
     made = prepare(neuron, backend, (*description.statics, ()), kinds)
     return made.source(made.step.inputs, made.learnable())

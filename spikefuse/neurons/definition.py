@@ -132,7 +132,7 @@ class Neuron(Holder):
 
     def values(self) -> dict[str, float | Tensor]:
         """Return every run-time value by dotted name, in a way that torch.compile can trace. Eager
-        calls take `description().values()`, which is faster."""
+        calls take `description().values(self)`, which is faster."""
         names, constants = self._names()
         # Reading the constants as arguments lets torch.compile guard on them.
         self.evaluate(_ignore, *[read(self, name) for name in constants])

@@ -29,7 +29,7 @@ class Description:
     Attributes:
         versions, seen: the description is valid while they are equal.
         cache: results that depend only on the statics, the floats and the kinds of the tensors.
-        tensors: name, and where to read it, of each value that is not a float.
+        tensors: dotted names of the values that are not floats.
         floats: all values by dotted name, None for those that are not floats.
         constants: names of the constants.
         statics: what the traced step depends on besides values: types and constants; hashable.
@@ -41,7 +41,7 @@ class Description:
         self.versions = [v for _, m in modules if isinstance(m, Holder) for v in versions(m)]
         self.seen = [version.copy() for version in self.versions]
         self.cache: dict[Hashable, Any] = {}
-        self.tensors: list[tuple[str, nn.Module, str]] = []
+        self.tensors: list[str] = []
         self.constants: list[str] = []
         self.floats: dict[str, Any] = {}
         statics: list[Any] = []
@@ -52,7 +52,7 @@ class Description:
                     self.floats[prefix + name] = value
                 elif isinstance(value, Tensor | Learnable):
                     self.floats[prefix + name] = None
-                    self.tensors.append((prefix + name, part, name))
+                    self.tensors.append(prefix + name)
                 elif not isinstance(value, nn.Module):
                     constants.append((name, value))
             self.constants += [prefix + name for name, _ in constants]
@@ -64,14 +64,14 @@ class Description:
         # Compared as text because -0.0 == 0.0.
         self.basis = self.statics, repr(self.floats)
 
-    def values(self) -> dict[str, float | Tensor]:
-        """Return every run-time value by dotted name; read-only, since later calls share it."""
+    def values(self, module: nn.Module) -> dict[str, float | Tensor]:
+        """Return every run-time value of `module`, which this describes, by dotted name; read-only,
+        since later calls share it."""
         if not self.tensors:
             return self.floats
         values = self.floats.copy()
-        for name, module, attribute in self.tensors:
-            value = getattr(module, attribute)
-            values[name] = value() if isinstance(value, Learnable) else value
+        for name in self.tensors:
+            values[name] = read(module, name)
         return values
 
     def __reduce__(self) -> tuple[Any, ...]:

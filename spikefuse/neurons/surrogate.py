@@ -109,7 +109,7 @@ class Surrogate(Holder):
     def forward(self, u: Tensor) -> Tensor:
         if any(isinstance(child, Learnable) for child in self.children()):
             # Called without a neuron, which would have evaluated it.
-            return bind(self, Description(self).values()).forward(u)
+            return bind(self, Description(self).values(self)).forward(u)
         learned = list(self._learned()) if torch.is_grad_enabled() else []
         for name in learned:
             if not self.learns(name):

@@ -186,10 +186,10 @@ def current_policy() -> Policy:
 
 
 @contextlib.contextmanager
-def saving_spikes(policy: Policy) -> Iterator[None]:
-    """Let layers save spikes as `policy` says in a `with` block."""
-    outer = active.spikes
-    spikes, hooks = saving(policy)
+def saving_spikes() -> Iterator[None]:
+    """Let layers save spikes as the policy of the running call says in a `with` block."""
+    outer, call = active.spikes, active.call
+    spikes, hooks = saving(_DEFAULT if call is None else call.policy or _DEFAULT)
     try:
         hooks.__enter__()
     except RuntimeError:  # saved-tensor hooks are disabled, as in transforms of torch.func

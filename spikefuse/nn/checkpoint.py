@@ -48,7 +48,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     def second(*values: Any) -> None:
         args, kwargs = unflatten(values, structure)
-        with _frozen(_modules(function, values)):
+        with _frozen(_modules_of(function, values)):
             function(*args, **kwargs)
 
     return recompute(first, second, *values)
@@ -276,7 +276,7 @@ def _frozen(modules: Iterable[nn.Module]) -> Iterator[None]:
             setattr(module, name, buffer)
 
 
-def _modules(function: Any, leaves: Iterable[Any]) -> list[nn.Module]:
+def _modules_of(function: Any, leaves: Iterable[Any]) -> list[nn.Module]:
     """The modules that `function` may call."""
     values: list[Any] = [function, getattr(function, "__self__", None), *leaves]
     call = active.call

@@ -1,4 +1,5 @@
-"""Values in tuples, lists and dicts of any nesting."""
+"""Values in tuples, lists and dicts of any nesting. Named tuples, PyTorch's `return_types` and
+subclasses of dict keep their types; other subclasses are values."""
 
 from __future__ import annotations
 
@@ -9,15 +10,24 @@ from typing import Any
 from torch import Tensor
 
 
+def _is_sequence(tree: Any) -> bool:
+    kind = type(tree)
+    # PyTorch's `return_types` have `n_fields`.
+    return kind in (tuple, list) or (
+        isinstance(tree, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_fields"))
+    )
+
+
 def map_values(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree like `tree` with `function(value)` in place of each value."""
-    if isinstance(tree, tuple | list):
+    kind = type(tree)
+    if _is_sequence(tree):
         values = [map_values(function, value) for value in tree]
-        if type(tree) is list:
+        if kind is list:
             return values
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+        return kind(*values) if hasattr(kind, "_fields") else kind(values)
     if isinstance(tree, dict):
-        if type(tree) is dict:
+        if kind is dict:
             return {key: map_values(function, value) for key, value in tree.items()}
         result = copy.copy(tree)
         for key, value in tree.items():
@@ -38,7 +48,7 @@ def named_values(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from named_values(value, f"{path}[{key!r}]")
-    elif isinstance(tree, tuple | list):
+    elif _is_sequence(tree):
         for i, value in enumerate(tree):
             yield from named_values(value, f"{path}[{i}]")
     else:
@@ -61,6 +71,6 @@ def key_of(structure: Any) -> Hashable:
     """Return what tells a structure from others."""
     if isinstance(structure, dict):
         return type(structure), *((key, key_of(value)) for key, value in structure.items())
-    if isinstance(structure, tuple | list):
+    if _is_sequence(structure):
         return type(structure), *map(key_of, structure)
     return None

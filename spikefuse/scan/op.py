@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from spikefuse._torch import keeps_graph, num_dispatch_modes
+from spikefuse._torch import num_dispatch_modes
 from spikefuse.compiler.adjoint import has_gradient
 from spikefuse.kernels.triton_runtime import interpreted
 from spikefuse.neurons.definition import Neuron, channel_view, with_outputs
@@ -266,7 +266,7 @@ def choose(definition: Neuron, x: Tensor, wanted: Wanted) -> tuple[str, list[flo
         name, used = definition.evaluate(_prepare, backend, kinds_of(values), outputs)
     else:
         description = definition.description()
-        cache, values = description.cache, description.values()
+        cache, values = description.cache, description.values(definition)
         selected, statics = with_outputs(definition, outputs), (*description.statics, outputs)
         made = prepare(selected, backend, statics, kinds_of(values))
         name, used = made.name, made.step.params
@@ -307,7 +307,8 @@ def check_backend(backend: str, x: Tensor) -> None:
         ImportError: Triton is not installed.
         ValueError: the input is on another device.
     """
-    refuse_export()
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        refuse_export()
     if backend == "numba" and not x.is_cpu:
         raise ValueError(f'impl="numba" runs on the CPU, but the input is on {x.device}')
     if backend == "triton":

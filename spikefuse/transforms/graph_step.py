@@ -309,7 +309,7 @@ class GraphStep:
         inputs = [x for x in static if isinstance(x, Tensor)]
         versions, num = [*map(version, inputs)], len(self._parameters)
         others, streams = _elsewhere(self._parameters)
-        before = [(p, p.grad, _version(p.grad)) for p in (*self._parameters, *others)]
+        before = [(p, p.grad, _version_of(p.grad)) for p in (*self._parameters, *others)]
         try:
             devices = sorted({str(x.device) for x in (*inputs, *self._parameters)})
             if devices[1:]:
@@ -323,7 +323,7 @@ class GraphStep:
                 problems.append(f"it returns a {kinds[0]}: return tensors")
             if [*map(version, inputs)] != versions:
                 problems.append("it changes an argument in place: change a copy, and return it")
-            if any(p.grad is not grad or _version(grad) != v for p, grad, v in before[num:]):
+            if any(p.grad is not grad or _version_of(grad) != v for p, grad, v in before[num:]):
                 problems.append(
                     "a parameter of a module that graph_step does not know gets a "
                     "gradient: sf.graph_step(step, net, optimizer)"
@@ -346,7 +346,7 @@ class GraphStep:
             raise NotRecordable(f"graph_step cannot record the step: {reason}") from error
         # After zero_grad(), a step does not read the gradients before it.
         gradients = [
-            (p, None if p.grad is not grad and _version(grad) == version else grad, p.grad)
+            (p, None if p.grad is not grad and _version_of(grad) == version else grad, p.grad)
             for p, grad, version in before[:num]
         ]
         # Without gradients before it, the step would leave others to None.
@@ -424,9 +424,9 @@ def _elsewhere(known: list[Tensor]) -> tuple[list[Tensor], list[tuple[Stream, An
     return others, streams
 
 
-def _version(x: Tensor | None) -> int | None:
+def _version_of(x: Tensor | None) -> int | None:
     return None if x is None else version(x)
 
 
 def _has_changed(p: Tensor, grad: Tensor | None, version: int | None) -> bool:
-    return p.grad is not grad or _version(grad) != version
+    return p.grad is not grad or _version_of(grad) != version

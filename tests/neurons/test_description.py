@@ -269,7 +269,7 @@ def test_a_constant_of_a_mixin() -> None:
 
 def test_a_warm_description_takes_two_python_calls() -> None:
     neuron, calls = LIF(), []
-    neuron.description().values()
+    neuron.description().values(neuron)
 
     def profile(frame: Any, event: str, _: Any) -> None:
         if event == "call":
@@ -277,7 +277,7 @@ def test_a_warm_description_takes_two_python_calls() -> None:
 
     sys.setprofile(profile)
     try:
-        neuron.description().values()
+        neuron.description().values(neuron)
     finally:
         sys.setprofile(None)
     assert calls == ["description", "values"]
