@@ -14,6 +14,8 @@ compares. Times are those of a call with torch 2.13 on one core:
 - `_version` (0.06 us) counts changes in place. In public: a hash of the values (60 us for 10,000
   floats on a CPU; it waits for a GPU).
 - `_dynamo.lookup_backend` returns Inductor as a function of a graph. In public: graphs run eagerly.
+  `_dynamo.config` lets TorchDynamo capture whole graphs inside `DistributedDataParallel`. In
+  public: none, and norms and neurons whose gradients are sent apart are not fused.
 - `_dynamo_marked_constant` is what `torch.compiler.assume_constant_result` sets, which first
   imports TorchDynamo: `import spikefuse` would take 2 s more.
 - `_execution_engine` differentiates inside of the tracer's modes, and calls a function at the end
@@ -32,15 +34,19 @@ the functions in captured graphs, are known by their names, which may begin with
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.autograd import Variable
 from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.nn.modules import module as modules
 
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
@@ -96,17 +102,12 @@ def any_saved_tensors_hook() -> Any:
         return "unknown"
 
 
-def version(x: Tensor) -> int:
-    """Return a number that differs after `x` has been changed in place."""
-    return x._version
-
-
 def hashed(x: Tensor) -> int:
     return hash(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
-if not hasattr(Tensor, "_version"):
-    version = hashed
+#: Returns a number that differs after a tensor has been changed in place.
+version: Callable[[Tensor], int] = attrgetter("_version") if hasattr(Tensor, "_version") else hashed
 
 
 def dynamo_is_imported() -> bool:
@@ -120,6 +121,21 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[...,
     except (ImportError, AttributeError):
         return gm
     return compile_graph(gm, example_inputs)
+
+
+@contextlib.contextmanager
+def whole_graphs() -> Iterator[None]:
+    """Let TorchDynamo capture whole graphs inside `DistributedDataParallel`, for which it splits
+    them by default, so that backward sends gradients early; an eager graph does so anyway."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    config: Any = importlib.import_module("torch._dynamo.config")
+    before, config.optimize_ddp = getattr(config, "optimize_ddp", None), False
+    try:
+        yield
+    finally:
+        config.optimize_ddp = before
 
 
 def constant_result(function: Callable[..., R]) -> Callable[..., R]:
@@ -196,16 +212,30 @@ def children_of(module: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in named if name and "." not in name}
 
 
-def forward_hooks(module: nn.Module) -> list[int]:
-    """Return the ids of the forward hooks and forward pre-hooks."""
-    state = vars(module)
-    return [key for name in _FORWARD_HOOKS if state[name] for key in state[name]]
+def hooks_of(modules: Iterable[nn.Module]) -> tuple[list[int], list[int]]:
+    """Return the ids of the forward hooks of modules, and those of the backward hooks; pre-hooks
+    are among both."""
+    forward: list[int] = []
+    backward: list[int] = []
+    for state in map(vars, modules):
+        for name in _FORWARD_HOOKS:
+            if state[name]:
+                forward += state[name]
+        for name in _BACKWARD_HOOKS:
+            if state[name]:
+                backward += state[name]
+    return forward, backward
 
 
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether a module has backward hooks or backward pre-hooks."""
-    state = vars(module)
-    return any(state[name] for name in _BACKWARD_HOOKS)
+_GLOBAL_HOOKS = [
+    value for name, value in vars(modules).items()
+    if name.startswith(("_global_forward", "_global_backward")) and name.endswith("hooks")
+]  # fmt: skip
+
+
+def has_global_hooks() -> bool:
+    """Whether there are hooks that run for all modules."""
+    return any(_GLOBAL_HOOKS)
 
 
 def nothing(*_: Any) -> None:

@@ -120,7 +120,7 @@ def scan(
     """Run norms and neuron as one on inputs `[T, B, C, ...]`.
 
     Args:
-        norms: of x, and of the residual where `can_normalize_residual`.
+        norms: of x, and perhaps of the residual: alike, with weights, and no `SyncBatchNorm`.
     """
     inputs, states, *_, passing = arguments
     backend, passing = backend_of(inputs, wanted.impl), state_passing_of(norms[0], passing)
@@ -178,20 +178,6 @@ def norm_of(norm: BatchNorm, x: Tensor, backend: str, passing: StatePassing | No
     collectives = None if passing is None else passing.statistics
     statistics = norm_statistics(x, weight, eps, running_of(norm), backend, collectives)
     return Norm(weight, bias, eps, statistics)
-
-
-def can_normalize_residual(norm: BatchNorm, residual_norm: BatchNorm) -> bool:
-    """Whether one block can compute both norms."""
-    weight, other = norm.weight, residual_norm.weight
-    return (
-        by_batch(norm) == by_batch(residual_norm)
-        and norm.num_features == residual_norm.num_features
-        and not isinstance(norm, nn.SyncBatchNorm)
-        and not isinstance(residual_norm, nn.SyncBatchNorm)
-        and weight is not None
-        and other is not None
-        and weight.dtype is other.dtype
-    )
 
 
 def _saves_states(memory: Policy | None) -> bool:

@@ -13,6 +13,7 @@ from spikefuse.kernels.norm import BatchNorm, by_batch
 from spikefuse.kernels.running import Running, update_running_stats
 from spikefuse.nn.call import active
 from spikefuse.scan.op import is_plain
+from spikefuse.scan.state_passing import Affine, Collectives
 
 # torch.batch_norm_stats returns 1 / sqrt(variance + eps).
 _EPS = 1e-5
@@ -51,14 +52,17 @@ class AxisNorm(nn.BatchNorm1d):
             if running.batches is not None:
                 running.batches.add_(1)
             return F.batch_norm(x, *running[:2], *affine, True, running.momentum, self.eps)
-        return normalize(x, running, (*affine, self.eps), self.ranks)
+        passing = None if active.call is None else active.call.passing
+        # Those of a checkpoint gather once.
+        ranks = (passing and passing.statistics) or self.ranks
+        return normalize(x, running, (*affine, self.eps), ranks)
 
 
 def normalize(
     x: Tensor,
     running: Running,
-    affine: tuple[Tensor | None, Tensor | None, float],
-    ranks: AxisCollectives,
+    affine: Affine,
+    ranks: Collectives,
 ) -> Tensor:
     """A batch norm with the statistics of all ranks, by which it updates `running`; `affine` is
     (weight, bias, eps)."""
@@ -129,7 +133,7 @@ class _NormalizeOverRanks(torch.autograd.Function):
         )
 
 
-def _moments(x: Tensor, ranks: AxisCollectives) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(x: Tensor, ranks: Collectives) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and variance per channel over all ranks, and the number of values."""
     if x.is_cuda:
         mean, scale = torch.batch_norm_stats(_dense(x), _EPS)

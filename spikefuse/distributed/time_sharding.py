@@ -31,7 +31,7 @@ from spikefuse.events.linear import NO_EVENTS
 from spikefuse.kernels.running import Running
 from spikefuse.nn import EventLinear, Feedback, Recurrent, Temporal
 from spikefuse.nn.recurrent import NO_SHARDS
-from spikefuse.scan.state_passing import Buffers, Channel, StatePassing
+from spikefuse.scan.state_passing import Affine, Buffers, Channel, Collectives, StatePassing
 
 STATISTICS = ("exact", "shard")
 # Thread blocks that a link may occupy on a GPU. On H200s a 4 MB transfer takes 44 us with 16, and
@@ -176,9 +176,9 @@ class TimeShard(StatePassing):
         return split_batch(batch, self.chunks)
 
     def batch_norm(
-        self, x: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float
+        self, x: Tensor, running: Running, affine: Affine, statistics: Collectives
     ) -> Tensor:
-        return normalize(x, running, (weight, bias, eps), self.collectives)
+        return normalize(x, running, affine, statistics)
 
     def begin(self, x: Tensor, call: str, has_state: bool) -> None:
         if has_state and not self.is_first:

@@ -48,17 +48,34 @@ def compile_graph(
         chunks: cut the graph into about so many segments, which backward recomputes; it is executed
             then.
     """
-    report.graphs += 1
-    apply_passes(gm, report)
-    if mode == "inductor" and chunks is None:
-        return inductor(gm, example_inputs)
-    recompute_checkpoints(gm)
-    run = operations.saving_bits(gm if chunks is None else checkpointed(gm, chunks), report)
+    if mode == "inductor" and chunks is None and not operations.shares_time():
+        report.graphs += 1
+        apply_passes(gm, report)
+        return noted(inductor(gm, example_inputs), report)
+    run = operations.saving_bits(executable(gm, report, chunks))
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)
     records = mode == "recorded" or (mode == "auto" and on_gpu)
     if records and chunks is None and not operations.shares_time():
-        return recorded(run, buffers_of(gm))
-    return run
+        run = recorded(run, buffers_of(gm))
+    return noted(run, report)
+
+
+def noted(run: Graph, report: Report) -> Graph:
+    """Let `report` know when a graph runs."""
+
+    def run_noted(*args: Any) -> Any:
+        report.has_run = True
+        return run(*args)
+
+    return run_noted
+
+
+def executable(gm: fx.GraphModule, report: Report, chunks: int | None) -> fx.GraphModule:
+    """Fuse a graph, and let backward recompute segments of it; see `compile_graph`."""
+    report.graphs += 1
+    apply_passes(gm, report)
+    recompute_checkpoints(gm)
+    return gm if chunks is None else checkpointed(gm, chunks)
 
 
 def apply_passes(gm: fx.GraphModule, report: Report) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from spikefuse._torch import forward_hooks, has_backward_hooks
+from spikefuse._torch import has_global_hooks, hooks_of, whole_graphs
 from spikefuse.graph.backend import Graph, compile_graph
 from spikefuse.graph.report import Report
 from spikefuse.memory.policies import Checkpoint
@@ -18,6 +18,9 @@ from spikefuse.nn.call import active, current_policy
 from spikefuse.nn.checkpoint import checkpoint
 
 MODES = ("auto", "eager", "inductor", "recorded")
+
+#: How often graphs of a function are dropped for others, of which TorchDynamo has at most a few.
+MAX_RENEWALS = 4
 
 _numbers = count()
 
@@ -37,6 +40,7 @@ class Captured:
             raise ValueError(f"mode is {mode!r}: expected one of {', '.join(MODES)}")
         self.mode, self.report = mode, Report(prefix)
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._renewals = 0
         self._is_new_call = True
         self._has_failed = False
 
@@ -52,31 +56,45 @@ class Captured:
             return active.observer.network(function, net, args, kwargs)
         if self._has_failed:
             return _run(function, net, args, kwargs)
-        hooks = _hooks_of(net)
-        if hooks is None:
+        hooks, has_backward_hooks = hooks_of(net.modules())  # on which TorchDynamo does not guard
+        if has_backward_hooks or has_global_hooks():  # which it does not trace
             self.report.clear()
-            self.report.note("not captured: a module has backward hooks")
+            self.report.note("not captured: there are backward hooks, or hooks of all modules")
             return _run(function, net, args, kwargs)
-        self._is_new_call, self.report.has_run = True, False
-        key = function, hooks, current_policy()
+        self._is_new_call, self.report.has_run, self.report.net = True, False, net
+        key = function, *hooks, current_policy()
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile(function)
         outer, active.captures = active.captures, True
         try:
-            return compiled(net, args, kwargs)
+            with whole_graphs():
+                result = compiled(net, args, kwargs)
         except Exception as error:
             if self.report.has_run:
                 raise
-            lines = str(error).strip().splitlines()
-            obstacle = f"capture failed: {lines[0] if lines else type(error).__name__}"
+            first, *more = str(error).strip().splitlines() or [type(error).__name__]
+            cause = f" {more[0]}" if more and first.endswith(":") else ""
+            obstacle = f"capture failed: {first}{cause}"
+        else:
+            if not self.report.has_run and self.report.graphs:
+                self._renew(key)
+            return result
         finally:
-            active.captures = outer
+            active.captures, self.report.net = outer, None
         result = _run(function, net, args, kwargs)  # which raises an error of the network
         self._has_failed = True
         self.report.clear()
         self.report.note(obstacle)
         return result
+
+    def _renew(self, key: Any) -> None:
+        """Drop the graphs of a function after a call that TorchDynamo has refused to capture."""
+        if self._renewals < MAX_RENEWALS:
+            self._renewals += 1
+            del self._compiled[key]
+        else:
+            self.report.note("too many shapes and modes: the last call was not captured")
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # TorchDynamo stores graphs with the code of a function and runs at most a few of each, so
@@ -94,18 +112,7 @@ class Captured:
         return compile_graph(gm, example_inputs, self.report, self.mode, chunks_of_call())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_compiled": {}, "_has_failed": False}
-
-
-def _hooks_of(net: nn.Module) -> tuple[int, ...] | None:
-    """The ids of the forward hooks of all modules, on which TorchDynamo does not guard; None if
-    there are backward hooks, which it does not trace."""
-    found: list[int] = []
-    for module in net.modules():
-        found += forward_hooks(module)
-        if has_backward_hooks(module):
-            return None
-    return tuple(found)
+        return {**vars(self), "_compiled": {}, "_renewals": 0, "_has_failed": False}
 
 
 def chunks_of_call() -> int | None:

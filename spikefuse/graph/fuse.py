@@ -41,7 +41,7 @@ def fuse(model: M, mode: str = "auto") -> M:
         graphs, and why the rest was not: see `spikefuse.graph.report.Fusion`.
 
     Raises:
-        TypeError: `model` is not a module, or one that distributes another module: fuse that one.
+        TypeError: `model` is not a module, or one that PyTorch has distributed: fuse it before.
         ValueError: the mode is unknown.
     """
     check_module("model", model)
@@ -51,6 +51,12 @@ def fuse(model: M, mode: str = "auto") -> M:
             raise TypeError(
                 f"{where} is a {type(module).__name__}, which holds the network as it is: fuse "
                 f"the network first, {type(module).__name__}(spikefuse.fuse(net))"
+            )
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            where = f"'{name}'" if name else "model"
+            raise TypeError(
+                f"the parameters of {where} are split by fully_shard, which allows no copies: fuse "
+                "the network first, fully_shard(spikefuse.fuse(net))"
             )
     names = {m: f"{name}.net." if name else "net."
              for name, m in model.named_modules() if isinstance(m, Temporal)}  # fmt: skip

@@ -27,8 +27,8 @@ from spikefuse.graph.nodes import (
     changes_something,
     dim_after,
     has_one_reader,
+    have_one_module,
     is_view,
-    module_of,
     name_of,
     replay,
     storage_of,
@@ -112,15 +112,15 @@ def fuse_norms(graph: fx.Graph, report: Report) -> None:
                 match = _match(scan, order)
             except NotFusible as reason:
                 for norm in _norms_above(scan.inputs[0]):
-                    report.leave(module_of(norm), str(reason))
+                    report.leave(norm, str(reason))
             else:
                 for summand in match.norms:
                     has_residual = match.read.target in ADDITIONS
-                    report.fuse(module_of(summand.norm), module_of(node), has_residual)
+                    report.fuse(summand.norm, node, has_residual)
                 _replace(graph, match)
     for node in graph.nodes:
         if node.target is F.batch_norm:
-            report.leave(module_of(node), _reader_of(node))
+            report.leave(node, _reader_of(node))
 
 
 def _read_sums_in_place(graph: fx.Graph) -> None:
@@ -254,8 +254,8 @@ def _reader_of(node: fx.Node) -> str:
         if len(reader.users) != 1:
             return "its result is read by several operations"
         (reader,) = reader.users
-    node = reader
-    return f"its result is read by {name_of(node) or 'the end of the graph'}"
+    is_last = reader.op == "output"
+    return f"its result is read by {'the end of the graph' if is_last else name_of(reader)}"
 
 
 def _replace(graph: fx.Graph, match: Match) -> None:
@@ -318,7 +318,7 @@ def _replace(graph: fx.Graph, match: Match) -> None:
 def _counter_of(norm: fx.Node) -> fx.Node | None:
     """The node that counts the batches of a norm, which its statistics can do as well."""
     for node in norm.graph.nodes:
-        if node.target == "add_" and module_of(node) == module_of(norm) and not node.users:
+        if node.target == "add_" and have_one_module(node, norm) and not node.users:
             count, *added = node.args
             x, is_alone = value(count), all(n.target == "add_" for n in count.users)
             is_known = isinstance(x, Tensor) and x.dtype == torch.int64 and added == [1]

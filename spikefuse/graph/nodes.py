@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _VIEW_NAMES = (
@@ -64,12 +64,28 @@ def has_one_reader(node: Any) -> bool:
     return isinstance(node, fx.Node) and len(node.users) == 1
 
 
-def module_of(node: fx.Node) -> str:
-    """The qualified name of the module whose code a node is; "" for the whole network."""
+def _module(node: fx.Node) -> tuple[str, str]:
+    """The id of the module whose code a node is, and the expression that TorchDynamo has found it
+    by; empty if there is none."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
-        return ""
-    path = [*stack.values()][-1][0]
+        return "", ""
+    key, (path, _) = [*stack.items()][-1]
+    return key.partition("@")[0], path
+
+
+def have_one_module(a: fx.Node, b: fx.Node) -> bool:
+    return _module(a) == _module(b)
+
+
+def module_of(node: fx.Node, net: nn.Module | None) -> str:
+    """The qualified name in `net`, if it is known, of the module whose code a node is; "" for the
+    whole network."""
+    key, path = _module(node)
+    if net is not None:
+        for name, module in net.named_modules():
+            if str(id(module)) == key:
+                return name
     return re.sub(r"^L\[[^\]]*\]\.?", "", path)
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, fx
 from spikefuse.block import functional
 from spikefuse.block.functional import Norm, Statistics
 from spikefuse.block.program import BlockProgram, block_program
-from spikefuse.graph.report import Report
 from spikefuse.kernels.running import Running
 from spikefuse.nn import pool
 from spikefuse.nn.call import active, current_policy, mark_binary, saving_spikes
@@ -69,11 +68,10 @@ def _passing() -> StatePassing | None:
     return None if active.call is None else active.call.passing
 
 
-def saving_bits(gm: fx.GraphModule, report: Report) -> Callable[..., Any]:
+def saving_bits(gm: fx.GraphModule) -> Callable[..., Any]:
     """A function that runs a graph, whose layers save spikes as the policy of the call says."""
 
     def run(*args: Any) -> Any:
-        report.has_run = True
         with saving_spikes(current_policy()):
             return gm.forward(*args)
 
@@ -137,7 +135,10 @@ def batch_norm(
     passing = _passing()
     if training and passing is not None and passing.statistics is not None:
         running = Running(running_mean, running_var, None, momentum)
-        return passing.batch_norm(x, running, weight, bias, eps)
+        # Other processes may have another number of equal steps, or none.
+        steps = x.unsqueeze(0).expand(repeats, *x.shape).flatten(0, 1)
+        y = passing.batch_norm(steps, running, (weight, bias, eps), passing.statistics)
+        return y[: len(x)]
     if repeats == 1 or not training or running_var is None:
         return F.batch_norm(x, running_mean, running_var, *given)
     # Mean and variance of a batch do not change when it is repeated, but the recorded value is

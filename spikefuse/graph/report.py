@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import fx, nn
+
+from spikefuse.graph.nodes import module_of
 from spikefuse.transforms.tables import aligned
 
 
@@ -33,6 +36,7 @@ class Report:
         places: one for each call of a batch norm, in the order of the graphs.
         graphs: the number of graphs; more than one if Python code broke the capture.
         notes: what else a user should know, such as why the capture failed.
+        net: the network that is running.
         has_run: whether a graph of the running call has been executed.
     """
 
@@ -40,19 +44,25 @@ class Report:
     places: list[Place] = field(default_factory=list)
     graphs: int = 0
     notes: list[str] = field(default_factory=list)
+    net: nn.Module | None = field(default=None, repr=False, compare=False)
     has_run: bool = field(default=False, repr=False, compare=False)
 
     def clear(self) -> None:
         self.places, self.graphs, self.notes = [], 0, []
 
-    def fuse(self, norm: str, neuron: str, residual: bool) -> None:
-        """Record that a norm was fused."""
-        self.places.append(Place(self.prefix + norm, self.prefix + neuron, residual))
+    def name_of(self, node: fx.Node) -> str:
+        """The qualified name of the module whose code a node is."""
+        return f"{self.prefix}{module_of(node, self.net)}"
 
-    def leave(self, norm: str, reason: str) -> None:
+    def fuse(self, norm: fx.Node, neuron: fx.Node, residual: bool) -> None:
+        """Record that a norm was fused."""
+        self.places.append(Place(self.name_of(norm), self.name_of(neuron), residual))
+
+    def leave(self, norm: fx.Node, reason: str) -> None:
         """Record why a norm was not fused; the first reason counts."""
-        if all(place.norm != self.prefix + norm for place in self.places):
-            self.places.append(Place(self.prefix + norm, reason=reason))
+        name = self.name_of(norm)
+        if all(place.norm != name for place in self.places):
+            self.places.append(Place(name, reason=reason))
 
     def note(self, text: str) -> None:
         if text not in self.notes:

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from spikefuse.graph import operations
-from spikefuse.graph.backend import Graph, apply_passes
+from spikefuse.graph.backend import Graph, executable, noted
 from spikefuse.graph.captured import Captured, chunks_of_call
-from spikefuse.graph.checkpoint import checkpointed
-from spikefuse.graph.nodes import module_of
 from spikefuse.graph.report import Report
 from spikefuse.inspect.observer import OUTSIDE, CallObserver, NeuronScan, leaf, stance
 from spikefuse.neurons.definition import Neuron
@@ -59,14 +57,11 @@ class _Graphs(Captured):
         self.name, self.observer = name, observer
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Graph:
-        apply_passes(gm, self.report)
-        chunks = chunks_of_call()
-        if chunks is not None:
-            gm = checkpointed(gm, chunks)
+        gm = executable(gm, self.report, chunks_of_call())
         for part in gm.modules():
             if isinstance(part, fx.GraphModule):
                 vars(part)["forward"] = _Nodes(part, self).run
-        return operations.saving_bits(gm, self.report)
+        return noted(operations.saving_bits(gm), self.report)
 
 
 class _Nodes(fx.Interpreter):
@@ -79,7 +74,7 @@ class _Nodes(fx.Interpreter):
         self.read: dict[fx.Node, dict[fx.Node, Any]] = {}
 
     def run_node(self, node: fx.Node) -> Any:
-        name = f"{self.graphs.report.prefix}{module_of(node)}".rstrip(".")
+        name = self.graphs.report.name_of(node).rstrip(".")
         module = self.observer.modules.get(name)
         self.observer.layer = self.graphs.name if module is None else name
         result = super().run_node(node)

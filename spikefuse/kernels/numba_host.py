@@ -217,18 +217,12 @@ def arrays(tensors: Iterable[torch.Tensor | None], are_large: bool = False) -> l
             continue
         if are_large and x.nbytes >= _LARGE:
             advise_huge_pages(x)
-        if x.requires_grad:
-            x = x.detach()
-        if not x.is_contiguous():
-            span = 1
-            for size, stride in zip(x.shape, x.stride(), strict=True):
-                span += (size - 1) * stride
-            x = torch.as_strided(x, (span if x.numel() else 0,), (1,))
-        if x.dtype is torch.bfloat16:
-            x = x.view(torch.uint16)
-        elif x.dtype is torch.float16:
-            x = x.view(torch.int16)
-        found.append(x.numpy().reshape(-1))
+        size = x.numel()
+        if size and not x.is_contiguous():
+            size = 1
+            for count, stride in zip(x.shape, x.stride(), strict=True):
+                size += (count - 1) * stride
+        found.append(np.asarray(_Memory(x, size)) if size else np.empty(0, _TYPES[x.dtype]))
     return found
 
 
@@ -237,7 +231,32 @@ def flat(x: torch.Tensor) -> np.ndarray:
     return arrays((x,))[0]
 
 
+class _Memory:
+    """The memory of a tensor, for NumPy. After `x.numpy()` it could not be released, as
+    `fully_shard` does with parameters between forward and backward."""
+
+    __slots__ = "__array_interface__", "tensor"
+
+    def __init__(self, x: torch.Tensor, size: int) -> None:
+        self.tensor = x
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (x.data_ptr(), False),
+            "shape": (size,),
+            "typestr": _TYPES[x.dtype],
+        }
+
+
 _EMPTY = np.empty(0, np.float32)
+# Kernels read and write half precision as integers.
+_TYPES = {
+    torch.bfloat16: "<u2",
+    torch.float16: "<i2",
+    **{
+        getattr(torch, name): np.dtype(name).str
+        for name in ("float32", "float64", "int64", "int32", "int16", "uint8", "bool")
+    },
+}
 
 # Bytes from which page faults of a new tensor cost more than its arithmetic; bytes per page.
 _LARGE, _PAGE = 1 << 22, 1 << 12

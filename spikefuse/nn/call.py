@@ -15,6 +15,7 @@ from spikefuse.memory.policies import Policy, Recompute
 from spikefuse.memory.spikes import MIN_VALUES, Spikes, saving
 from spikefuse.neurons.definition import States
 from spikefuse.scan.layout import unflatten_steps
+from spikefuse.scan.op import is_plain
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.state_passing import StatePassing
 
@@ -101,8 +102,11 @@ class TemporalCall:
                 )
             inputs.append(unflatten_steps(x, steps))
         state = None if self.initial is None else self.initial.get(name) or None
+        # A captured scan looks up the state passing when it runs.
+        is_captured = active.captures and not is_plain(inputs)
+        passing = None if is_captured else self.passing
         wanted = Wanted(self.final, outputs=wanted.outputs, impl=self.impl)
-        return Arguments(inputs, state, passing=self.passing), wanted
+        return Arguments(inputs, state, passing=passing), wanted
 
 
 class Observer:

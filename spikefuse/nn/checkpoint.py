@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from spikefuse.kernels.running import Running
 from spikefuse.nn.call import active
 from spikefuse.nn.nesting import flatten, unflatten
-from spikefuse.scan.state_passing import Buffers, Channel, Collectives, StatePassing
+from spikefuse.scan.state_passing import Affine, Buffers, Channel, Collectives, StatePassing
 
 T = TypeVar("T")
 
@@ -207,12 +208,17 @@ class _Passing(StatePassing):
         if inner.statistics is not None:
             self.statistics = _Collectives(inner.statistics, arrivals)
 
+    def batch_norm(
+        self, x: Tensor, running: Running, affine: Affine, statistics: Collectives
+    ) -> Tensor:
+        return self.inner.batch_norm(x, running, affine, statistics)
+
     def microbatches(self, batch: int) -> list[slice]:
         return self.inner.microbatches(batch)
 
     def forward(self, buffers: Buffers) -> Channel:
         inner = Channel(buffers) if self.arrivals.replays else self.inner.forward(buffers)
-        return _Channel(inner, self.arrivals)
+        return inner if self.is_first else _Channel(inner, self.arrivals)
 
     def backward(self, buffers: Buffers) -> Channel:
         return self.inner.backward(buffers)
@@ -224,7 +230,11 @@ class _Channel(Channel):
         self.inner, self.arrivals = inner, arrivals
 
     def receive(self, i: int) -> list[Tensor]:
-        return self.arrivals.get(self.inner.receive, i)
+        states = self.arrivals.get(self.inner.receive, i)
+        if self.arrivals.replays:
+            for buffer, state in zip(self.buffers[i], states, strict=True):
+                buffer.copy_(state)
+        return self.buffers[i]
 
     def send(self, i: int, states: Sequence[Tensor]) -> None:
         self.inner.send(i, states)

@@ -188,7 +188,8 @@ class Temporal(nn.Module):
         if call.passing is not None:
             call.passing.end()
 
-        output = map_values(partial(self._unfold, num_steps, batch, folded), folded)
+        unfold = partial(self._unfold, num_steps, batch, folded)
+        output = unfold(folded) if isinstance(folded, Tensor) else map_values(unfold, folded)
         if not return_state:
             return output
         for name in neurons:

@@ -232,11 +232,6 @@ class Execution:
         return self._sums_shape[0][0]
 
     @cached_property
-    def num_saved_bytes(self) -> int:
-        """Bytes of the saved states."""
-        return 4 * self.num_saved * self.num_states * self.layout.num_neurons
-
-    @cached_property
     def packs(self) -> bool:
         """Whether kernels can write outputs as bits: the bits of a step fill whole bytes, and
         Triton can tell because their number is a multiple of 16."""

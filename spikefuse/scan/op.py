@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from spikefuse._torch import keeps_graph, num_dispatch_modes
+from spikefuse._torch import num_dispatch_modes
 from spikefuse.compiler.adjoint import has_gradient
 from spikefuse.kernels.triton_runtime import interpreted
 from spikefuse.neurons.definition import Neuron, channel_view, with_outputs
@@ -72,14 +72,12 @@ class Call:
     Attributes:
         program: its name.
         execution: of the program on the inputs, known after forward.
-        overwrites: whether backward may write into what forward saved.
     """
 
     program: str
     scalars: Sequence[float] = ()
     passing: StatePassing | None = None
     execution: Execution | None = field(default=None, init=False)
-    overwrites: bool = field(default=False, init=False)
     #: Where inputs, states, params and prologue end in the list of all tensors.
     _ends: tuple[int, int, int, int] = field(default=(0, 0, 0, 0), init=False)
     #: The name of the library op.
@@ -250,8 +248,6 @@ def _differentiate(
         backward = getattr(torch.ops.spikefuse, f"{call.op}_backward")
         results = iter(backward(call.program, *groups, [*saved], [*grads], [*needed]))
         return [next(results) if need else None for need in needed]
-    # Without retain_graph, nobody reads the saved tensors after this.
-    call.overwrites = not keeps_graph()
     num = call.execution.num_outputs if call.execution else len(sizes_of(call.program)[0])
     incoming, needs = Results(grads[:num], grads[num:]), call.unflatten(needed)
     if not torch.is_grad_enabled():
@@ -311,7 +307,8 @@ def check_backend(backend: str, x: Tensor) -> None:
         ImportError: Triton is not installed.
         ValueError: the input is on another device.
     """
-    refuse_export()
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        refuse_export()
     if backend == "numba" and not x.is_cpu:
         raise ValueError(f'impl="numba" runs on the CPU, but the input is on {x.device}')
     if backend == "triton":

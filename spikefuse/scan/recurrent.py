@@ -19,6 +19,7 @@ from itertools import chain, compress
 import torch
 from torch import Tensor
 
+from spikefuse._torch import keeps_graph
 from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, with_outputs
 from spikefuse.scan.execution import execution_of, launcher_of
 from spikefuse.scan.microbatches import Gradients
@@ -235,7 +236,9 @@ class _Chain:
         dtype = call.dtype_of(incoming)
         # Numba's kernels are compiled for sequences that do not overlap.
         self.may_overlap = self.own.backend == "triton"
-        if self.may_overlap and call.overwrites and current.is_contiguous():
+        # Without retain_graph, nobody reads what is saved after this. An op must not write to it.
+        is_last = call.execution is not None and not keeps_graph()
+        if self.may_overlap and is_last and current.is_contiguous():
             # At the end of its memory, where writing a step leaves the earlier steps as they are.
             first = current.detach().flatten().view(dtype)[-current.numel() :].view(current.shape)
         else:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from spikefuse.kernels.running import Running
 
+#: Weight, bias and eps of a batch norm.
+Affine = tuple[Tensor | None, Tensor | None, float]
 #: The states of each microbatch, or their gradients.
 Buffers = Sequence[list[Tensor]]
 
@@ -75,9 +77,9 @@ class StatePassing:
         """End a call of a network, except for its backward pass."""
 
     def batch_norm(
-        self, x: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float
+        self, x: Tensor, running: Running, affine: Affine, statistics: Collectives
     ) -> Tensor:
-        """A batch norm with statistics over `statistics`, by which it updates `running`."""
+        """A batch norm with the statistics of all processes, by which it updates `running`."""
         raise NotImplementedError
 
     def microbatches(self, batch: int) -> list[slice]:

@@ -10,13 +10,7 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from spikefuse._torch import (
-    children_of,
-    forward_hooks,
-    has_backward_hooks,
-    registries,
-    separate,
-)
+from spikefuse._torch import children_of, hooks_of, registries, separate
 from spikefuse.kernels.norm import BatchNorm
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.activations import ACTIVATIONS
@@ -296,7 +290,7 @@ class _Converter:
             raise Refusal(_wrong_mode(library, mode, context))
         if rule.is_stateful and context == FOLDED:
             raise Refusal("it has a state, and its container folds time into the batch")
-        has_hooks = forward_hooks(module) or has_backward_hooks(module)
+        has_hooks = any(hooks_of([module]))
         if rule.is_stateful and has_hooks:
             raise Refusal("it has hooks: register them after the conversion")
         try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
+from spikefuse.graph import captured
 from spikefuse.graph.report import Place
 from spikefuse.models import MODELS
 from tests.graph.norm_networks import FUSED, Net, compare, lif, network, results
@@ -123,6 +124,19 @@ def test_wrong_arguments() -> None:
         sf.fuse(network(), mode="fast")
     with pytest.raises(TypeError, match=r"model is a DataParallel, .* DataParallel\(spikefuse"):
         sf.fuse(nn.DataParallel(network()))
+
+
+def test_a_failed_capture_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise ValueError("no graphs today")
+
+    monkeypatch.setattr(captured, "compile_graph", fail)
+    net, x = network(), torch.randn(4, 3, 6)
+    fused = sf.fuse(copy.deepcopy(net))
+    assert torch.equal(fused(x), net(x))
+    assert (
+        "capture failed: backend='_backend' raised: ValueError: no graphs" in fused.fusion.summary
+    )
 
 
 def test_modes_belong_to_each() -> None:
