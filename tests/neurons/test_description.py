@@ -169,8 +169,8 @@ CHANGES = {
 def assert_current(neuron: Neuron) -> None:
     values, statics, fresh = neuron.values(), neuron.description().statics, Description(neuron)
     assert repr(statics) == repr(fresh.statics)
-    assert list(values) == list(fresh.values())
-    for name, value in fresh.values().items():
+    assert list(values) == list(fresh.values(neuron))
+    for name, value in fresh.values(neuron).items():
         assert values[name] is value or not isinstance(value, float | nn.Parameter), name
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -618,13 +617,25 @@ def test_compiled_networks_of_several_shapes_and_modes():
             assert torch.equal(compiled(x), net(x))
 
 
-def test_triton_is_prepared_as_soon_as_the_network_is_on_a_gpu(monkeypatch):
-    prepared = []
-    monkeypatch.setattr(temporal, "prepare", lambda: prepared.append(True))
-    net = sf.Temporal(nn.Linear(2, 2))
-    net.to(torch.float64)
-    assert not prepared
-    monkeypatch.setattr(nn.Module, "parameters", lambda self: iter([SimpleNamespace(is_cuda=True)]))
-    net.to(torch.float32)
-    sf.Temporal(net.net)
-    assert len(prepared) == 2
+def test_triton_is_prepared_before_the_layers_run_on_a_gpu(monkeypatch):
+    seen = []
+
+    class Sparse:
+        """A sequence on a GPU, as `Temporal` sees one."""
+
+        shape, device = (4, 2, 3), torch.device("cuda")
+
+        def sequence_signature(self):
+            return ()
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            seen.append("layer")
+            return x
+
+    monkeypatch.setattr(temporal, "prepare", lambda: seen.append("Triton"))
+    net = sf.Temporal(Layer())
+    net(X)
+    assert seen == ["layer"]
+    net(Sparse())
+    assert seen == ["layer", "Triton", "layer"]
