@@ -142,7 +142,9 @@ def test_where_a_dim_is_after_views(name: str) -> None:
 
 
 def test_views_end_where_others_read() -> None:
-    gm = captured_graph(lambda x: ((y := x.sin().unsqueeze(0)).flatten(1).exp(), y), torch.rand(2, 3))
+    gm = captured_graph(
+        lambda x: ((y := x.sin().unsqueeze(0)).flatten(1).exp(), y), torch.rand(2, 3)
+    )
     top, views = views_above(returned(gm).args[0])
     assert [view.target for view in views] == ["flatten"]
     assert top.target == "unsqueeze"
