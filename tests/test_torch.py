@@ -17,7 +17,7 @@ import spikefuse as sf
 from spikefuse import _torch
 from spikefuse.compiler.adjoint import reverse_step
 from spikefuse.compiler.trace import trace_step
-from spikefuse.memory import Recompute, spikes
+from spikefuse.memory import spikes
 from spikefuse.nn import Recurrent, call
 from spikefuse.scan import op, recurrent
 
@@ -146,9 +146,9 @@ def test_active_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert _torch.top_saved_tensors_hooks(False) == (identity, identity)
     expected = train(network())
     monkeypatch.setattr(call, "top_saved_tensors_hooks", _torch.any_saved_tensors_hooks)
-    with call.saving_spikes(Recompute()):
+    with call.saving_spikes():
         assert call.active.spikes is not None
-    with saved_tensors_hooks(identity, identity), call.saving_spikes(Recompute()):
+    with saved_tensors_hooks(identity, identity), call.saving_spikes():
         assert call.active.spikes is None
     check_equal(train(network()), expected)
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, fx
 
 from spikefuse.graph import operations
-from spikefuse.graph.nodes import changes_something, is_view, value
+from spikefuse.graph.nodes import changes_something, is_view, name_of, value
 
 
 def use_channels_last(graph: fx.Graph) -> None:
     """Let convolutions read and write channels-last memory, and drop conversions back."""
     nodes = list(graph.nodes)
-    if any(changes_something(node) for node in nodes):
+    if any(changes_something(node) or name_of(node) == "as_strided" for node in nodes):
         return  # perhaps a tensor of which a conversion makes a copy
     convolutions = [n for n in nodes if n.target in _CONVOLUTIONS and _is_on_gpu(n)]
     for node in convolutions:
@@ -30,11 +30,13 @@ def use_channels_last(graph: fx.Graph) -> None:
     if not convolutions:
         return
     for node in nodes:
+        if node.target == "view" and not isinstance(node.args[1], torch.dtype):
+            node.target = "reshape"  # which copies where other strides need it
+    for node in nodes:
         if _merges_with_a_copy(node) and all(map(_takes_any_layout, _readers(node))):
             _merge_into_tokens(graph, node)
     for node in nodes:
         if _makes_contiguous(node) and all(map(_takes_any_layout, _readers(node))):
-            _make_views_reshape(node)
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
@@ -76,8 +78,8 @@ def _is_on_gpu(node: fx.Node) -> bool:
 def _is_pointwise(node: fx.Node) -> bool:
     """Whether a convolution computes each position from that position alone."""
     defaults: list[Any] = [None, 1, 0, 1, 1]
-    weight, settings = value(node.args[1]), [*node.args[3:], *defaults[len(node.args) - 2 :]]
-    stride, padding, _, groups = [s[0] if isinstance(s, tuple | list) else s for s in settings]
+    weight, settings = value(node.args[1]), [*node.args[2:], *defaults[len(node.args) - 2 :]]
+    _, stride, padding, _, groups = [s[0] if isinstance(s, tuple | list) else s for s in settings]
     return weight.shape[2] == 1 and value(node).ndim == 3 and (stride, padding, groups) == (1, 0, 1)
 
 
@@ -98,15 +100,6 @@ def _takes_any_layout(node: fx.Node) -> bool:
     return node.op != "output" and (
         node.target in _LAYERS or str(getattr(node.target, "__module__", "")) in _MODULES
     )
-
-
-def _make_views_reshape(node: fx.Node) -> None:
-    """Let views of a tensor copy it where they need other strides."""
-    for user in node.users:
-        if is_view(user):
-            if user.target == "view":
-                user.target = "reshape"
-            _make_views_reshape(user)
 
 
 _LAYERS: set[Any] = {torch.conv1d, torch.conv2d, torch.nn.functional.linear, torch.matmul, "matmul"}

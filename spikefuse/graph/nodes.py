@@ -96,6 +96,11 @@ def arguments_of(node: fx.Node, function: Callable[..., Any]) -> dict[str, Any]:
     return bound.arguments
 
 
+def _is_counter(node: Any) -> bool:
+    """Whether a tensor may be the number of batches of a norm, which nothing else reads."""
+    return node.op == "placeholder" and bool(value(node).dtype == torch.int64)
+
+
 def changes_something(node: fx.Node) -> bool:
     """Whether a node may change a tensor in place that another one reads, or a mode."""
     if not node.op.startswith("call"):
@@ -103,8 +108,8 @@ def changes_something(node: fx.Node) -> bool:
     target, name = node.target, name_of(node)
     if target in _IN_PLACE_OPERATORS or _MODES.fullmatch(name):
         return True
-    if name == "add_" and value(node.args[0]).dtype == torch.int64:
-        return False  # the number of batches of a norm
+    if target == "add_" and _is_counter(node.args[0]):
+        return False
     if isinstance(target, _CUSTOM_OPS):
         return not str(target).startswith("spikefuse.")
     if "out" in node.kwargs or node.kwargs.get("inplace"):

@@ -18,7 +18,7 @@ from spikefuse.block.functional import Norm, Statistics
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.kernels.running import Running
 from spikefuse.nn import pool
-from spikefuse.nn.call import active, current_policy, mark_binary, saving_spikes
+from spikefuse.nn.call import active, mark_binary, saving_spikes
 from spikefuse.scan import op
 from spikefuse.scan.program import program
 from spikefuse.scan.records import Arguments, Results, Wanted
@@ -72,7 +72,7 @@ def saving_bits(gm: fx.GraphModule) -> Callable[..., Any]:
     """A function that runs a graph, whose layers save spikes as the policy of the call says."""
 
     def run(*args: Any) -> Any:
-        with saving_spikes(current_policy()):
+        with saving_spikes():
             return gm.forward(*args)
 
     return run

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -222,29 +223,24 @@ def arrays(tensors: Iterable[torch.Tensor | None], are_large: bool = False) -> l
             size = 1
             for count, stride in zip(x.shape, x.stride(), strict=True):
                 size += (count - 1) * stride
-        found.append(np.asarray(_Memory(x, size)) if size else np.empty(0, _TYPES[x.dtype]))
+        if not size:
+            found.append(np.empty(0, _TYPES[x.dtype]))
+            continue
+        # After `x.numpy()` the memory could not be released, as `fully_shard` does with parameters
+        # between forward and backward.
+        interface = {
+            "version": 3,
+            "data": (x.data_ptr(), False),
+            "shape": (size,),
+            "typestr": _TYPES[x.dtype],
+        }
+        found.append(np.asarray(SimpleNamespace(__array_interface__=interface, tensor=x)))
     return found
 
 
 def flat(x: torch.Tensor) -> np.ndarray:
     """Return the memory of one tensor; see `arrays`."""
     return arrays((x,))[0]
-
-
-class _Memory:
-    """The memory of a tensor, for NumPy. After `x.numpy()` it could not be released, as
-    `fully_shard` does with parameters between forward and backward."""
-
-    __slots__ = "__array_interface__", "tensor"
-
-    def __init__(self, x: torch.Tensor, size: int) -> None:
-        self.tensor = x
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (x.data_ptr(), False),
-            "shape": (size,),
-            "typestr": _TYPES[x.dtype],
-        }
 
 
 _EMPTY = np.empty(0, np.float32)

@@ -189,14 +189,15 @@ def current_policy() -> Policy:
 
 
 @contextlib.contextmanager
-def saving_spikes(policy: Policy) -> Iterator[None]:
-    """Let layers save spikes as `policy` says in a `with` block.
+def saving_spikes() -> Iterator[None]:
+    """Let layers save spikes as the policy of the running call says in a `with` block.
 
     Nothing is packed without gradients, where saved-tensor hooks are disabled, or under hooks other
     than a `RecordingHook`: those hooks would no longer see the tensors, and the hooks of
     torch.utils.checkpoint save nothing at all.
     """
-    outer, spikes = active.spikes, None
+    outer, spikes, call = active.spikes, None, active.call
+    policy = _DEFAULT if call is None else call.policy or _DEFAULT
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if policy.packs_spikes and torch.is_grad_enabled():
         # Not in a function of its own, which TorchDynamo would trace, unlike a generator.

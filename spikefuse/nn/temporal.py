@@ -179,7 +179,7 @@ class Temporal(nn.Module):
                 if is_traced or captured is not None:
                     folded = run_captured(captured, run_folded, self.net, args, kwargs)
                 else:
-                    with saving_spikes(self.memory):
+                    with saving_spikes():
                         folded = run_folded(self.net, args, kwargs)
         except Exception as error:
             if not is_traced:

@@ -23,13 +23,45 @@ NEURONS: tuple[Callable[[random.Random], sf.Neuron], ...] = (
 )
 
 
+def add_in_place(x: Tensor, y: Tensor) -> Tensor:
+    y += x
+    return y
+
+
+#: How a residual is added, each another graph.
+SUMS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    add_in_place,
+    lambda x, y: x + y,
+    lambda x, y: y.add(x),
+    lambda x, y: torch.add(y, x, alpha=1),
+    lambda x, y: torch.cat((x, y), 1).unflatten(1, (2, -1)).sum(1),
+    lambda x, y: y + (x + y),
+)
+
+
 class Residual(nn.Module):
-    def __init__(self, body: nn.Module) -> None:
+    """A residual around layers, and perhaps a neuron of the sum, which is read twice then."""
+
+    def __init__(self, body: nn.Sequential, rng: random.Random, neuron: nn.Module | None) -> None:
         super().__init__()
-        self.body = body
+        # Not in place what a neuron has saved.
+        sums = SUMS[isinstance(body[-1], sf.Neuron) :]
+        self.body, self.sum, self.neuron = body, rng.choice(sums), neuron
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.body(x)
+        y = self.sum(x, self.body(x))
+        return y if self.neuron is None else self.neuron(y) + y
+
+
+class Checkpointed(nn.Module):
+    """Layers that backward computes a second time."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sf.checkpoint(self.layers, x)
 
 
 class Generator:
@@ -55,14 +87,17 @@ class Generator:
         return nn.Sequential(*layers)
 
     def stage(self) -> Iterator[nn.Module]:
-        kind = self.rng.choice(("conv", "conv", "residual", "pool", "neuron"))
+        kind = self.rng.choice(("conv", "conv", "residual", "checkpoint", "pool", "neuron"))
         if kind == "conv":
             yield from self.conv(self.rng.randint(1, 5))
             yield from self.neuron(0.8)
         elif kind == "residual":
             layers = [*self.conv(self.channels), *self.neuron(0.3)]
-            yield Residual(nn.Sequential(*layers))
+            neuron = next(iter(self.neuron(0.3)), None)
+            yield Residual(nn.Sequential(*layers), self.rng, neuron)
             yield from self.neuron(0.7)
+        elif kind == "checkpoint":
+            yield Checkpointed(*self.conv(self.channels), *self.neuron(0.7))
         elif kind == "pool" and self.size >= 4:
             self.size //= 2
             yield self.rng.choice((nn.AvgPool2d, nn.MaxPool2d, sf.nn.MaxPool2d))(2)
@@ -165,7 +200,10 @@ def case(seed: int) -> list[str]:
         first = None
         for policy in policies:
             variant = sf.Temporal(copy.deepcopy(net), policy)
-            actual = results(sf.fuse(variant) if fused else variant, x)
+            variant = sf.fuse(variant) if fused else variant
+            actual = results(variant, x)
+            if fused and any(report.notes for report in variant.fusion.reports):
+                found.append(variant.fusion.summary)
             first, label = first or actual, f"{'fused' if fused else 'plain'}, {policy}"
             if not torch.equal(actual["output"], first["output"]):
                 found.append(f"{label}: the output is not that of {policies[0]}")
