@@ -82,24 +82,21 @@ num_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_s
 _autograd = getattr(torch._C, "_autograd", None)
 #: Returns whether the graph of the running backward pass may be used again.
 keeps_graph: Callable[[], bool] = getattr(_autograd, "_get_current_graph_task_keep_graph", yes)
-_top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 
 
-def saved_tensors_hook() -> Any:
-    """Return the pack hook that is active, None if there is none."""
-    if _top_hooks is None:
-        return any_saved_tensors_hook()
-    hooks = _top_hooks(False)
-    return None if hooks is None else hooks[0]
-
-
-def any_saved_tensors_hook() -> Any:
-    """Return something if a saved-tensor hook is active, else None."""
+def any_saved_tensors_hooks(_: bool) -> Any:
+    """Return something if saved-tensor hooks are active, else None."""
     try:
         with disable_saved_tensors_hooks("a look whether there are hooks"):
             return None
     except RuntimeError:
-        return "unknown"
+        return "unknown", "unknown"
+
+
+#: Returns the hooks that are active, None if there are none.
+top_saved_tensors_hooks: Callable[[bool], Any] = getattr(
+    _autograd, "_top_saved_tensors_default_hooks", any_saved_tensors_hooks
+)
 
 
 def hashed(x: Tensor) -> int:

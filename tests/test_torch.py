@@ -18,8 +18,8 @@ from spikefuse import _torch
 from spikefuse.compiler.adjoint import reverse_step
 from spikefuse.compiler.trace import trace_step
 from spikefuse.memory import spikes
-from spikefuse.nn import Recurrent
-from spikefuse.scan import op
+from spikefuse.nn import Recurrent, call
+from spikefuse.scan import op, recurrent
 
 NAMES = [
     "utils._python_dispatch.TorchDispatchMode",
@@ -128,7 +128,7 @@ def test_graphs_that_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     net = Recurrent(sf.LIF(threshold=0.1), 32)
     other = copy.deepcopy(net)
     expected = train(net, 32)
-    monkeypatch.setattr(op, "keeps_graph", _torch.yes)
+    monkeypatch.setattr(recurrent, "keeps_graph", _torch.yes)
     check_equal(train(other, 32), expected)
 
 
@@ -137,16 +137,19 @@ def identity(x: Tensor) -> Tensor:
 
 
 def test_active_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for look in (_torch.saved_tensors_hook, _torch.any_saved_tensors_hook):
-        assert look() is None
+    for look in (_torch.top_saved_tensors_hooks, _torch.any_saved_tensors_hooks):
+        assert look(False) is None
         with saved_tensors_hooks(identity, identity):
-            assert look() is not None
-        assert look() is None
+            assert look(False) is not None
+        assert look(False) is None
     with saved_tensors_hooks(identity, identity):
-        assert _torch.saved_tensors_hook() is identity
+        assert _torch.top_saved_tensors_hooks(False) == (identity, identity)
     expected = train(network())
-    monkeypatch.setattr(_torch, "_top_hooks", None)
-    assert spikes.saving(sf.Temporal(nn.Identity()).memory)[0] is not None
+    monkeypatch.setattr(call, "top_saved_tensors_hooks", _torch.any_saved_tensors_hooks)
+    with call.saving_spikes():
+        assert call.active.spikes is not None
+    with saved_tensors_hooks(identity, identity), call.saving_spikes():
+        assert call.active.spikes is None
     check_equal(train(network()), expected)
 
 
@@ -284,20 +287,21 @@ def test_dicts_of_modules() -> None:
     copied.first = nn.ReLU()
     copied.register_forward_hook(print)
     assert net.first is net.second
-    assert not _torch.forward_hooks(net)
-    assert len(_torch.forward_hooks(copied)) == 1
+    assert _torch.hooks_of([net]) == ([], [])
+    assert len(_torch.hooks_of([net, copied])[0]) == 1
 
 
 def test_hooks_of_modules() -> None:
     net = nn.Linear(1, 1)
     handles = [net.register_forward_hook(print), net.register_forward_pre_hook(print)]
-    assert sorted(_torch.forward_hooks(net)) == sorted(handle.id for handle in handles)
-    assert not _torch.has_backward_hooks(net)
-    for register in (net.register_full_backward_hook, net.register_full_backward_pre_hook):
-        handle = register(print)
-        assert _torch.has_backward_hooks(net)
-        handle.remove()
-        assert not _torch.has_backward_hooks(net)
+    handles += [net.register_full_backward_hook(print), net.register_full_backward_pre_hook(print)]
+    ids = [handle.id for handle in handles]
+    assert [*map(sorted, _torch.hooks_of([net]))] == [ids[:2], ids[2:]]
+    assert not _torch.has_global_hooks()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert _torch.has_global_hooks()
+    handle.remove()
+    assert not _torch.has_global_hooks()
 
 
 def test_importing_dynamo() -> None:

@@ -7,21 +7,18 @@ pass unchanged. No values are read on the host, so nothing synchronizes with the
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spikefuse._torch import saved_tensors_hook, version
+from spikefuse._torch import version
 from spikefuse.kernels import bits
 from spikefuse.kernels.triton_runtime import current_stream
-from spikefuse.memory.policies import Policy
 
 #: What is saved for a tensor: its bits, or the tensor and its version.
 Saved = bits.Packed | tuple[Tensor, int]
@@ -53,7 +50,7 @@ class _BinaryTensor:
 
 
 class Spikes:
-    """The binary tensors of one call; see `saving`.
+    """The binary tensors of one call; see `spikefuse.nn.call.saving_spikes`.
 
     Attributes:
         registered: by the address of their storage.
@@ -127,25 +124,6 @@ class RecordingHook(ABC):
     @abstractmethod
     def around(self, pack: Callable[[Tensor], Saved]) -> saved_tensors_hooks:
         """Return hooks that record what `pack` saves."""
-
-
-def saving(policy: Policy) -> tuple[Spikes | None, contextlib.AbstractContextManager[Any]]:
-    """Return the spikes that layers save as bits under a policy, and the hooks that save them.
-
-    Nothing is packed without gradients, or under saved-tensor hooks other than a `RecordingHook`:
-    those hooks would no longer see the tensors, and the hooks of torch.utils.checkpoint save
-    nothing at all. The graph holds a reference to the hooks, so clear
-    the spikes at the end of the forward pass.
-    """
-    if not (policy.packs_spikes and torch.is_grad_enabled()):
-        return None, contextlib.nullcontext()
-    hook = saved_tensors_hook()
-    if hook is not None and not isinstance(hook, RecordingHook):
-        return None, contextlib.nullcontext()
-    spikes = Spikes()
-    if hook is None:
-        return spikes, saved_tensors_hooks(spikes.pack, unpack)
-    return spikes, hook.around(spikes.pack)
 
 
 def _stream(x: Tensor) -> int:

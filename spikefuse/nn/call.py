@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from itertools import compress, zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from spikefuse._torch import top_saved_tensors_hooks
 from spikefuse.memory.policies import Policy, Recompute
-from spikefuse.memory.spikes import MIN_VALUES, Spikes, saving
+from spikefuse.memory.spikes import MIN_VALUES, RecordingHook, Spikes, unpack
 from spikefuse.neurons.definition import States
 from spikefuse.scan.layout import unflatten_steps
 from spikefuse.scan.op import is_plain
@@ -187,12 +190,27 @@ def current_policy() -> Policy:
 
 @contextlib.contextmanager
 def saving_spikes() -> Iterator[None]:
-    """Let layers save spikes as the policy of the running call says in a `with` block."""
-    outer, call = active.spikes, active.call
-    spikes, hooks = saving(_DEFAULT if call is None else call.policy or _DEFAULT)
+    """Let layers save spikes as the policy of the running call says in a `with` block.
+
+    Nothing is packed without gradients, where saved-tensor hooks are disabled, or under hooks other
+    than a `RecordingHook`: those hooks would no longer see the tensors, and the hooks of
+    torch.utils.checkpoint save nothing at all.
+    """
+    outer, spikes, call = active.spikes, None, active.call
+    policy = _DEFAULT if call is None else call.policy or _DEFAULT
+    hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if policy.packs_spikes and torch.is_grad_enabled():
+        # Not in a function of its own, which TorchDynamo would trace, unlike a generator.
+        top = top_saved_tensors_hooks(False)
+        if top is None:
+            spikes = Spikes()
+            hooks = saved_tensors_hooks(spikes.pack, unpack)
+        elif isinstance(top[0], RecordingHook):
+            spikes = Spikes()
+            hooks = top[0].around(spikes.pack)
     try:
         hooks.__enter__()
-    except RuntimeError:  # saved-tensor hooks are disabled, as in transforms of torch.func
+    except RuntimeError:  # hooks are disabled
         spikes, hooks = None, contextlib.nullcontext()
     active.spikes = spikes
     try:
@@ -200,7 +218,7 @@ def saving_spikes() -> Iterator[None]:
     finally:
         active.spikes = outer
         hooks.__exit__(None, None, None)
-        if spikes is not None:
+        if spikes is not None:  # the graph holds a reference to the hooks
             spikes.registered.clear()
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spikefuse as sf
 from spikefuse import memory
-from spikefuse.memory import spikes as spikes_module
+from spikefuse.nn import call
 from spikefuse.testing import DTYPES, make_input
 from tests.memory.measuring import bytes_saved, packings
 from tests.memory.networks import POLICIES, SHAPE, SPIKES, Net, assert_same, conv, step, wrapped
@@ -84,9 +84,8 @@ def test_other_hooks_take_precedence(backends):
     net = wrapped(lambda: conv(nn.Conv2d(8, 4, 1)), device=backends.device)
     expected = step(net, x)
     theirs = []
-    with torch.no_grad():
-        spikes, _ = spikes_module.saving(memory.Recompute())
-        assert spikes is None
+    with torch.no_grad(), call.saving_spikes():
+        assert call.active.spikes is None
     with packings() as seen:
         with saved_tensors_hooks(lambda t: theirs.append(t.shape) or t, lambda t: t):
             assert_same(step(net, x), expected)
