@@ -2,62 +2,68 @@
 
 from __future__ import annotations
 
-import torch
-from spikefuse.block.deferred import Outcome, outcomes
-from torch import Tensor, nn
+from torch import fx, nn
 
-import spikefuse as sf
-from spikefuse.graph.report import Fusion, Place
+from spikefuse.graph.report import Fusion, Place, Report
+
+
+def node_of(net: nn.Module, name: str) -> fx.Node:
+    """A node that TorchDynamo has captured of a layer."""
+    node, module = fx.Graph().placeholder("x"), net.get_submodule(name)
+    node.meta["nn_module_stack"] = {
+        str(id(net)): ("L['net']", type(net)),
+        f"{id(module)}@1": ("L['___stack0']", type(module)),
+    }
+    return node
 
 
 def test_the_table() -> None:
-    norms: dict[str, nn.Module] = {n: nn.BatchNorm2d(2) for n in ("bn1", "layers.1", "bn3", "bn4")}
-    neurons: dict[str, nn.Module] = {n: sf.LIF() for n in ("lif1", "lif2")}
-    fusion = Fusion(norms, neurons, {"bn4": "it is outside Temporal"})
-    assert fusion.fused == (Place("bn1"), Place("layers.1"), Place("bn3"))
+    net = nn.ModuleDict({n: nn.Identity() for n in ("bn1", "bn2", "bn3", "lif1", "lif2")})
+    report = Report("net.", net=net)
+    fusion = Fusion((report,))
+    assert str(fusion) == "not captured yet: the first call does it"
+    nodes = {name: node_of(net, name) for name in net}
+    report.graphs = 1
+    report.fuse(nodes["bn1"], nodes["lif1"], residual=False)
+    report.fuse(nodes["bn2"], nodes["lif2"], residual=True)
+    for reason in ("its result is read by relu", "a later reason"):
+        report.leave(nodes["bn3"], reason)
+    assert fusion.fused == (Place("net.bn1", "net.lif1"), Place("net.bn2", "net.lif2", True))
+    assert fusion.left == (Place("net.bn3", reason="its result is read by relu"),)
     assert str(fusion).splitlines() == [
-        "norm      neuron",
-        "bn1       -       can be fused",
-        "layers.1  -       can be fused",
-        "bn3       -       can be fused",
-        "bn4       -       not fused: it is outside Temporal",
-        "3 of 4 batch norms can be fused with the neuron after them",
+        "norm     neuron",
+        "net.bn1  net.lif1  fused",
+        "net.bn2  net.lif2  fused, with a residual",
+        "net.bn3  -         not fused: its result is read by relu",
+        "2 of 3 batch norms fused with the neuron after them",
     ]
-    outcomes[norms["bn1"]] = Outcome(neurons["lif1"])
-    outcomes[norms["layers.1"]] = Outcome(neurons["lif2"], residual=True)
-    assert fusion.left[0] == Place("bn3", reason="it was not called")
-    outcomes[norms["bn3"]] = Outcome(None, reason="its result was read by relu")
-    assert fusion.fused == (Place("bn1", "lif1"), Place("layers.1", "lif2", True))
-    assert str(fusion).splitlines() == [
-        "norm      neuron",
-        "bn1       lif1    fused",
-        "layers.1  lif2    fused, with a residual",
-        "bn3       -       not fused: its result was read by relu",
-        "bn4       -       not fused: it is outside Temporal",
-        "2 of 4 batch norms fused with the neuron after them",
-    ]
-    for num, text in ((1, ", 1 max pooling replaced"), (2, ", 2 max poolings replaced")):
-        assert Fusion(norms, neurons, fusion.unsupported, num).summary == fusion.summary + text
 
 
-def test_a_fused_norm_prints_what_it_was_fused_with() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn1, self.bn2, self.bn3 = (nn.BatchNorm1d(4) for _ in range(3))
-            self.lif1, self.lif2 = sf.LIF(), sf.LIF()
+def test_breaks_and_notes() -> None:
+    reports = Report("a."), Report("b.")
+    fusion = Fusion(reports)
+    reports[0].graphs = reports[1].graphs = 1
+    assert fusion.summary == "0 of 0 batch norms fused with the neuron after them"
+    reports[1].graphs = 3
+    for _ in range(2):
+        reports[0].note("capture failed: no compiler")
+    assert fusion.summary == (
+        "0 of 0 batch norms fused with the neuron after them, in 4 graphs; "
+        "capture failed: no compiler"
+    )
+    for report in reports:
+        report.clear()
+    assert fusion.summary == "not captured yet: the first call does it"
+    reports[0].note("capture failed: no compiler")
+    assert fusion.summary.endswith("; capture failed: no compiler")
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.bn3(self.lif2(self.bn2(self.lif1(self.bn1(x))) + x)).relu()
 
-    net = sf.fuse(sf.Temporal(Net()))
-    assert "fused with" not in str(net)
-    net(torch.rand(3, 2, 4))
-    lines = [line.strip() for line in str(net).splitlines()]
-    for name, text in {
-        "bn1": "fused with LIF",
-        "bn2": "fused with a residual and LIF",
-        "bn3": "not fused: its result was read by relu",
-    }.items():
-        (line,) = [line for line in lines if line.startswith(f"({name}): FusedBatchNorm1d(4, ")]
-        assert line.endswith(f", {text})")
+def test_names_without_the_network() -> None:
+    """As in torch.compile, which does not say what it compiles."""
+    net = nn.Sequential(nn.BatchNorm1d(6))
+    report, node = Report("net."), node_of(net, "0")
+    assert report.name_of(node) == "net."
+    node.meta["nn_module_stack"] = {"1": ("L['net'].layers.0", nn.BatchNorm1d)}
+    assert report.name_of(node) == "net.layers.0"
+    del node.meta["nn_module_stack"]
+    assert report.name_of(node) == "net."
