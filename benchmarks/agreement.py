@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import spikefuse as sf
 from benchmarks.runner import difference
 from benchmarks.steps import Network, StepResult, Task
 
@@ -72,10 +71,11 @@ def replaced_spikes(network: Network, change: Callable[[Tensor], Tensor]) -> Ite
     """Apply `change` to the outputs of all neurons of a network."""
     kind = network.neuron
     assert kind is not None
-    # A fused neuron's `forward` is not called.
-    name = "call" if issubclass(kind, sf.Neuron) else "forward"
-    run = getattr(kind, name)
-    with mock.patch.object(kind, name, lambda *args, **more: change(run(*args, **more))):
+    run = kind.forward
+    with (
+        mock.patch.object(kind, "forward", lambda *args, **more: change(run(*args, **more))),
+        torch.compiler.set_stance("force_eager"),  # a captured network runs its modules
+    ):
         yield
 
 
