@@ -135,11 +135,11 @@ def scan(
     is_plain, save = op.is_plain(inputs), _saves_states(memory)
     if is_plain:
         block = prepare_block(neuron, backend, kind, wanted.outputs)
-        values: dict[str, Any] = neuron.description().values(neuron)
+        values: dict[str, Any] = dict(neuron.description().values(neuron))
         program, own, floats = block.name, block.own, block.own_floats
     else:
         op.refuse_transforms(inputs)
-        values = neuron.values()
+        values = dict(neuron.values())
         about = inputs[0].device, tuple(kind), backend, wanted.outputs, kinds_of(values)
         program, own, floats = neuron.evaluate(_prepare, *about)
     for label in own:

@@ -16,7 +16,7 @@ from spikefuse.graph.fuse_norms import fuse_norms
 from spikefuse.graph.layout import use_channels_last
 from spikefuse.graph.operations import ScanNode
 from spikefuse.graph.recorded import buffers_of, recorded
-from spikefuse.graph.report import Report
+from spikefuse.graph.report import GraphReport
 
 Graph = Callable[..., Any]
 
@@ -29,13 +29,13 @@ def spikefuse(
     Args:
         options: see `compile_graph`.
     """
-    return compile_graph(gm, example_inputs, Report(), **(options or {}))
+    return compile_graph(gm, example_inputs, GraphReport(), **(options or {}))
 
 
 def compile_graph(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    report: Report,
+    report: GraphReport,
     mode: str = "auto",
     chunks: int | None = None,
 ) -> Graph:
@@ -60,7 +60,7 @@ def compile_graph(
     return noted(run, report)
 
 
-def noted(run: Graph, report: Report) -> Graph:
+def noted(run: Graph, report: GraphReport) -> Graph:
     """Let `report` know when a graph runs."""
 
     def run_noted(*args: Any) -> Any:
@@ -70,7 +70,7 @@ def noted(run: Graph, report: Report) -> Graph:
     return run_noted
 
 
-def executable(gm: fx.GraphModule, report: Report, chunks: int | None) -> fx.GraphModule:
+def executable(gm: fx.GraphModule, report: GraphReport, chunks: int | None) -> fx.GraphModule:
     """Fuse a graph, and let backward recompute segments of it; see `compile_graph`."""
     report.graphs += 1
     apply_passes(gm, report)
@@ -78,7 +78,7 @@ def executable(gm: fx.GraphModule, report: Report, chunks: int | None) -> fx.Gra
     return gm if chunks is None else checkpointed(gm, chunks)
 
 
-def apply_passes(gm: fx.GraphModule, report: Report) -> None:
+def apply_passes(gm: fx.GraphModule, report: GraphReport) -> None:
     """Fuse what can be fused; all else stays as it is."""
     graph = gm.graph
     for node in graph.find_nodes(op="call_function", target=CHECKPOINT):

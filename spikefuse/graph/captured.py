@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from spikefuse._torch import has_global_hooks, hooks_of, whole_graphs
 from spikefuse.graph.backend import Graph, compile_graph
-from spikefuse.graph.report import Report
+from spikefuse.graph.report import GraphReport
 from spikefuse.memory.policies import Checkpoint
 from spikefuse.nn.call import active, current_policy
 from spikefuse.nn.checkpoint import checkpoint
@@ -38,7 +38,7 @@ class Captured:
     def __init__(self, mode: str = "auto", prefix: str = "") -> None:
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}: expected one of {', '.join(MODES)}")
-        self.mode, self.report = mode, Report(prefix)
+        self.mode, self.report = mode, GraphReport(prefix)
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._renewals = 0
         self._is_new_call = True

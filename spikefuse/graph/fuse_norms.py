@@ -36,7 +36,7 @@ from spikefuse.graph.nodes import (
     views_above,
 )
 from spikefuse.graph.operations import ScanNode
-from spikefuse.graph.report import Report
+from spikefuse.graph.report import GraphReport
 from spikefuse.kernels.running import Running
 from spikefuse.nn.neuron import DTYPES
 from spikefuse.scan.program import program
@@ -101,7 +101,7 @@ class Match:
         return len(self.read.users) > 1
 
 
-def fuse_norms(graph: fx.Graph, report: Report) -> None:
+def fuse_norms(graph: fx.Graph, report: GraphReport) -> None:
     """Replace norms and neurons by blocks where this changes no result."""
     _read_sums_in_place(graph)
     for node in list(graph.nodes):

@@ -28,7 +28,7 @@ class Place:
 
 
 @dataclass
-class Report:
+class GraphReport:
     """What the passes did to the graphs of one call.
 
     Attributes:
@@ -79,7 +79,7 @@ class Fusion:
         left: those that were not, with the reason.
     """
 
-    reports: tuple[Report, ...]
+    reports: tuple[GraphReport, ...]
 
     @property
     def places(self) -> tuple[Place, ...]:

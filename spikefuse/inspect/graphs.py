@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from spikefuse.graph import operations
 from spikefuse.graph.backend import Graph, executable, noted
 from spikefuse.graph.captured import Captured, chunks_of_call
-from spikefuse.graph.report import Report
+from spikefuse.graph.report import GraphReport
 from spikefuse.inspect.observer import OUTSIDE, CallObserver, NeuronScan, leaf, stance
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import active, current_policy
@@ -30,7 +30,7 @@ class GraphObserver(CallObserver):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.reports: list[Report] = []
+        self.reports: list[GraphReport] = []
 
     def network(
         self, function: Callable[..., Any], net: nn.Module, args: Sequence[Any], kwargs: Any

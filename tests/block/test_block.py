@@ -307,7 +307,7 @@ def test_errors():
         Block(nn.BatchNorm2d(6), nn.ReLU())
     with pytest.raises(TypeError, match="memory is 'bits'"):
         Block(nn.BatchNorm2d(6), sf.LIF(), "bits")
-    with pytest.raises(ValueError, match=r"memory is Checkpoint\(chunks=8\), .* to Temporal\(net"):
+    with pytest.raises(ValueError, match=r"memory is Checkpoint\(chunks=16\), .* to Temporal\(net"):
         Block(nn.BatchNorm2d(6), sf.LIF(), sf.memory.Checkpoint())
     with pytest.raises(ValueError, match="C = 6"):
         block(x[:, :, :5])
@@ -356,10 +356,10 @@ def test_a_norm_changed_after_a_call(name, training, backends):
             setattr(norm, name, nn.Parameter(changed) if name in ("weight", "bias") else changed)
             with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
                 module(x)
-            if module is net:  # which may leave such a norm to PyTorch
-                assert re.search("meta|device|float64|Double|dtype|type", str(error.value))
-            else:
+            if module is block:
                 assert message in str(error.value)
+            else:  # a captured network leaves such a norm to PyTorch
+                assert re.search("meta|device|float64|Double|dtype|type", str(error.value))
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
@@ -374,7 +374,9 @@ def test_a_norm_of_another_size(name, backends):
             module(x)
             changed = getattr(norm, name).detach()[:1].clone()
             setattr(norm, name, nn.Parameter(changed) if name in ("weight", "bias") else changed)
-            with pytest.raises(ValueError, match=rf"{name} of the norm has shape \[1\]: expected"):
+            # A captured network leaves such a norm to PyTorch.
+            message = rf"{name} of the norm has shape \[1\]: expected" if module is block else name
+            with pytest.raises((ValueError, RuntimeError), match=message):
                 module(x)
 
 

@@ -20,7 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import spikefuse as sf
 from spikefuse.graph import backend, captured, operations
-from spikefuse.graph.report import Report
+from spikefuse.graph.report import GraphReport
 from tests.graph.norm_networks import FUSED, Net, lif, network
 
 ENTRY_POINTS = "torch_dynamo_backends"
@@ -116,7 +116,7 @@ class Traced:
 
     def __call__(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         if self.fuses:
-            backend.apply_passes(gm, Report())
+            backend.apply_passes(gm, GraphReport())
         compilers = (self._recording(graphs) for graphs in (self.forward, self.backward))
         return aot_autograd(**dict(zip(("fw_compiler", "bw_compiler"), compilers, strict=True)))(
             gm, inputs

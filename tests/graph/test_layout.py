@@ -16,7 +16,7 @@ import spikefuse as sf
 from spikefuse.graph import layout, operations
 from spikefuse.graph.backend import apply_passes
 from spikefuse.graph.layout import use_channels_last
-from spikefuse.graph.report import Report
+from spikefuse.graph.report import GraphReport
 from tests.graph.graphs import targets
 
 
@@ -177,7 +177,7 @@ class Maps(nn.Module):
 def test_a_network(on_gpu: None) -> None:
     net, x = Maps(), torch.rand(4, 2, 3, 8, 8)
     other = copy.deepcopy(net)
-    found, fused = compiled(other, lambda gm: apply_passes(gm, Report()))
+    found, fused = compiled(other, lambda gm: apply_passes(gm, GraphReport()))
     results = []
     for module, run in ((net, net), (other, fused)):
         y = run(x)

@@ -496,8 +496,9 @@ def test_what_is_not_on_one_gpu(monkeypatch):
 def test_buffers_that_nothing_names(recwarn):
     """In case TorchDynamo should no longer name inputs by where they are."""
     run, mean = recorded(lambda w, mean: (w * mean.add_(1),)), torch.zeros(2)
-    for i in range(1, 6):
-        assert run(nn.Parameter(torch.ones(2)), mean)[0].tolist() == [i, i]
+    with torch.no_grad():
+        for i in range(1, 6):
+            assert run(nn.Parameter(torch.ones(2)), mean)[0].tolist() == [i, i]
     assert "changes an input in place" in run.obstacle
     assert [str(w.message) for w in recwarn] == [
         f"a network is not recorded as a CUDA graph: {run.obstacle}"
