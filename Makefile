@@ -1,6 +1,7 @@
 # make train and make test set up everything that they need, once; `make help` lists all targets.
 #   PYTHON=python3.12    the interpreter that makes the environment
 #   VENV=                use PYTHON's own packages: no environment, nothing is installed
+#   TORCH=torch==2.11.0 VENV=.venv-2.11    another PyTorch, in an environment of its own
 #   ARGS="..."           further arguments of the command
 
 PYTHON ?= python3
@@ -29,7 +30,7 @@ PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 
 help:
 	@echo "make train      train a small convolutional SNN on handwritten digits (options: ARGS='--help')"
-	@echo "make test       run all tests"
+	@echo "make test       run all tests (with another PyTorch: TORCH=torch==2.11.0 VENV=.venv-2.11)"
 	@echo "make attack     random networks, damaged files and faults (ARGS='--minutes 60 --seed 1')"
 	@echo "make parity     compare with SpikingJelly, snnTorch and Norse, which it downloads"
 	@echo "make lint       ruff and mypy"

@@ -24,10 +24,9 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
-from spikefuse.kernels.numba_runtime import kernel
+from spikefuse.kernels.numba_runtime import global_compiler_lock, kernel
 
 # Neuron-steps from which a task is worth its own thread.
 MIN_TASK = 1 << 14

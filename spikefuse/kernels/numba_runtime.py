@@ -3,6 +3,22 @@
 Generated loops run over adjacent neurons and must vectorize, for which LLVM has to know that
 arrays do not overlap: every access carries the number of its array (`slot`) as alias metadata.
 Half precision is converted on access; bfloat16 is stored in uint16 arrays, float16 in int16 arrays.
+
+Names that Numba does not document are used here, in `numba_cache` and in `numba_host` only. What
+is public takes their place:
+
+- `FunctionCache` and `CompileResultCacheImpl` of `numba.core.caching`, `serialize.dumps`, and
+  `_cache` of a dispatcher: a cache on disk that notices damage. In public: `enable_caching()`,
+  whose damaged files raise an error in each call.
+- `compile` of a dispatcher, which is replaced: one process compiles at a time, and not on the
+  thread of the caller, whose tensors Numba would hold. In public: kernels are compiled where they
+  are called.
+- `numba.core.compiler_lock.global_compiler_lock`, `overloads`, `fndesc.llvm_func_name` and
+  `library.get_pointer_to_function`: machine code runs on PyTorch's own threads. In public: Python
+  threads, as in forked processes.
+
+`numba.extending.intrinsic`, `numba.core.cgutils` and llvmlite's builder are Numba's way to
+extend it.
 """
 
 from __future__ import annotations
@@ -18,11 +34,9 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from spikefuse.kernels.file_lock import locked
-from spikefuse.kernels.numba_cache import cache_of
 from spikefuse.kernels.numba_math import exp, floor, fma, log, sigmoid, sqrt
 
 __all__ = [
@@ -34,6 +48,7 @@ __all__ = [
     "fill_row",
     "floor",
     "fma",
+    "global_compiler_lock",
     "kernel",
     "load",
     "load_row",
@@ -44,6 +59,13 @@ __all__ = [
     "store_row",
     "stream",
 ]
+
+try:
+    from numba.core.compiler_lock import global_compiler_lock
+
+    from spikefuse.kernels.numba_cache import cache_of
+except ImportError:  # in a version of Numba that has them elsewhere
+    global_compiler_lock, cache_of = threading.RLock(), None  # type: ignore[assignment]
 
 f32 = np.float32
 
@@ -57,7 +79,10 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     if function is None:
         return partial(kernel, **options)
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy", **options)(function)
-    dispatcher._cache = cache_of(function)  # as enable_caching() does, with a cache of our own
+    if cache_of is None:
+        dispatcher.enable_caching()
+    else:
+        dispatcher._cache = cache_of(function)  # as enable_caching() does
     compile_, path = dispatcher.compile, function.__code__.co_filename
 
     def compile_once(signature: Any) -> Any:

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from numba.core.caching import CompileResultCacheImpl, UserProvidedCacheLocator
 
+from spikefuse.kernels import numba_runtime
+
 MODULE = """
 from spikefuse.kernels.numba_runtime import kernel
 @kernel
@@ -53,6 +55,15 @@ def entries(tmp_path: Path, suffix: str) -> list[Path]:
 
 
 def test_a_later_process_does_not_compile(load):
+    for hits in (0, 1):
+        kernel = load()
+        check(kernel)
+        assert sum(kernel.stats.cache_hits.values()) == hits
+
+
+def test_the_cache_of_numba(load, monkeypatch):
+    """In versions that lack what ours is made of."""
+    monkeypatch.setattr(numba_runtime, "cache_of", None)
     for hits in (0, 1):
         kernel = load()
         check(kernel)

@@ -91,6 +91,17 @@ def test_what_a_first_launch_would_compile_is_compiled_ahead(version, launchers,
     assert made == launchers
 
 
+def test_the_current_stream(monkeypatch):
+    pytest.importorskip("triton")
+    driver = SimpleNamespace(get_current_stream=lambda index: 10 + index)
+    monkeypatch.setattr("triton.runtime.driver._active", driver)
+    assert triton_runtime.current_stream(1) == 11
+    monkeypatch.setattr("triton.runtime.driver._active", SimpleNamespace())
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream if index == 2 else None)
+    assert triton_runtime.current_stream(2) == 7
+
+
 def test_what_triton_does_once_in_a_process(monkeypatch):
     cache = pytest.importorskip("triton.runtime.cache")
     driver = SimpleNamespace(get_current_target=lambda: None)

@@ -101,7 +101,6 @@ class Kernel:
 @pytest.fixture
 def driver(monkeypatch):
     """Triton's driver and PyTorch's stream, on machines without a GPU."""
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: STREAM, raising=False)
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: STREAM)
     monkeypatch.setattr("triton.runtime.driver._active", active)
 
