@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from spikefuse._torch import constant_result
 from spikefuse.block.definition import SCALES, Kind, NormedNeuron, value_names, with_batch_norm
@@ -99,7 +100,7 @@ def prepare_block(
     """The program of a neuron with a norm; see `Wanted.outputs`. `Program.definition` is a neuron,
     too: so a block is made for a scan of which only the program is known."""
     description = neuron.description()
-    tensors = filter(torch.is_tensor, description.values(neuron).values())
+    tensors = [x for x in description.values(neuron).values() if isinstance(x, Tensor)]
     key = "block", backend, kind, outputs, *map(_kind, tensors)
     found: BlockProgram | None = description.cache.get(key)
     if found is None:

@@ -50,7 +50,7 @@ class _Launch:
             # Each thread's range of neurons has sums of its own.
             rows = torch.get_num_threads()
             partial = torch.zeros((len(sums), rows, channels), dtype=torch.float64)
-        tensors = filter(torch.is_tensor, params)
+        tensors = [p for p in params if isinstance(p, Tensor)]
         totals = () if partial is None else partial.unbind(0)
         values = iter(arrays((*sequences, *states, *totals, *tensors), are_large=True))
         arguments: list[Any] = [rows, *self.sizes]
@@ -105,7 +105,7 @@ def run_recurrent(kernel: Any, operands: Operands) -> None:
     params = [
         p if isinstance(p, Tensor) and p.ndim else np.float32(float(p)) for p in operands.params
     ]
-    tensors = filter(torch.is_tensor, params)
+    tensors = [p for p in params if isinstance(p, Tensor)]
     others = *operands.written, *operands.steps, *sums
     given = operands.packed, operands.start, *read, *others, *tensors
     values = iter(arrays(given, are_large=True))
