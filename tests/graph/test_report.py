@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from spikefuse.graph.report import Fusion, Place, Report
+from spikefuse.graph.report import Fusion, GraphReport, Place
 
 
 def node_of(net: nn.Module, name: str) -> fx.Node:
@@ -19,7 +19,7 @@ def node_of(net: nn.Module, name: str) -> fx.Node:
 
 def test_the_table() -> None:
     net = nn.ModuleDict({n: nn.Identity() for n in ("bn1", "bn2", "bn3", "lif1", "lif2")})
-    report = Report("net.", net=net)
+    report = GraphReport("net.", net=net)
     fusion = Fusion((report,))
     assert str(fusion) == "not captured yet: the first call does it"
     nodes = {name: node_of(net, name) for name in net}
@@ -40,7 +40,7 @@ def test_the_table() -> None:
 
 
 def test_breaks_and_notes() -> None:
-    reports = Report("a."), Report("b.")
+    reports = GraphReport("a."), GraphReport("b.")
     fusion = Fusion(reports)
     reports[0].graphs = reports[1].graphs = 1
     assert fusion.summary == "0 of 0 batch norms fused with the neuron after them"
@@ -61,7 +61,7 @@ def test_breaks_and_notes() -> None:
 def test_names_without_the_network() -> None:
     """As in torch.compile, which does not say what it compiles."""
     net = nn.Sequential(nn.BatchNorm1d(6))
-    report, node = Report("net."), node_of(net, "0")
+    report, node = GraphReport("net."), node_of(net, "0")
     assert report.name_of(node) == "net."
     node.meta["nn_module_stack"] = {"1": ("L['net'].layers.0", nn.BatchNorm1d)}
     assert report.name_of(node) == "net.layers.0"
