@@ -20,7 +20,7 @@ sj_surrogate = pytest.importorskip("spikingjelly.activation_based.surrogate", re
 snn = pytest.importorskip("snntorch", reason=REASON)
 snn_surrogate = pytest.importorskip("snntorch.surrogate", reason=REASON)
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
     norse = pytest.importorskip("norse.torch", reason=REASON)
 
 T, B, N = 10, 3, 6

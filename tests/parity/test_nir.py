@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:`isinstance\\(treespec, LeafSpec\\)`:FutureWarning",
 )
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
     nir = pytest.importorskip("nir", reason=REASON)
     sj = pytest.importorskip("spikingjelly.activation_based", reason=REASON)
     from spikingjelly.activation_based import functional, layer, neuron, nir_exchange

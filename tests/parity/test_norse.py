@@ -19,7 +19,7 @@ from tests.parity.comparison import (
 )
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
     norse = pytest.importorskip(
         "norse.torch", reason="Norse is not installed: see CONTRIBUTING.md"
     ).functional

@@ -100,9 +100,10 @@ class Kernel:
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Triton's driver and PyTorch's stream, on machines without a GPU."""
+    """Triton's driver of a known version, on machines without a GPU."""
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: STREAM)
     monkeypatch.setattr("triton.runtime.driver._active", active)
+    monkeypatch.setattr(triton_runtime, "_triton_version", lambda: (3, 9))
 
 
 def launch(kind: type[Compiled] = Compiled) -> tuple[Kernel, Any, list[Any]]:

@@ -533,7 +533,7 @@ def test_first_calls_from_several_threads():
 
 
 # PyTorch's own: jvp imports decompositions that it compiles with torch.jit.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("transform", ["grad", "jvp", "vmap"])
 def test_function_transforms_are_refused(transform):
     neuron, x = sf.LIF(), torch.randn(4, 2, 3)
