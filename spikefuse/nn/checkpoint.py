@@ -70,9 +70,24 @@ def recompute(
     is_recorded = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if is_recorded and is_random:
         return first(*args)
-    return torch_checkpoint.checkpoint(
-        _Runs(first, second), *args, use_reentrant=False, preserve_rng_state=not is_recorded
+    errors: list[BaseException] = []
+
+    def without_errors(*args: Any) -> Any:
+        try:
+            return first(*args)
+        except BaseException as error:
+            # Raised here, an error would leave the hooks of PyTorch 2.11 active.
+            errors.append(error)
+
+    results = torch_checkpoint.checkpoint(
+        _Runs(without_errors, second),
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=not is_recorded,
     )
+    if errors:
+        raise errors.pop()
+    return results
 
 
 class _Runs:

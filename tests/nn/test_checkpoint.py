@@ -222,6 +222,18 @@ def test_torch_checkpoint_inside_a_container_is_refused(call):
         assert_same(step(found, x), step(expected, x))
 
 
+def test_an_error_leaves_no_hooks():
+    def fail(x):
+        raise ValueError("no layer")
+
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(ValueError, match="no layer") as error:
+        sf.checkpoint(fail, x)
+    with torch.autograd.graph.disable_saved_tensors_hooks("none are active"):
+        pass
+    assert error.traceback[-1].name == "fail"
+
+
 def test_torch_checkpoint_around_ours():
     """It recomputes no neuron, unless it is reentrant."""
     x = make_input((4, 2, 6))
