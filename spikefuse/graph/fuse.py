@@ -41,7 +41,8 @@ def fuse(model: M, mode: str = "auto") -> M:
         graphs, and why the rest was not: see `spikefuse.graph.report.Fusion`.
 
     Raises:
-        TypeError: `model` is not a module, or one that PyTorch has distributed: fuse it before.
+        TypeError: `model` is not a module, or one that PyTorch has distributed or compiled: fuse it
+            before.
         ValueError: the mode is unknown.
     """
     check_module("model", model)
@@ -58,8 +59,13 @@ def fuse(model: M, mode: str = "auto") -> M:
                 f"the parameters of {where} are split by fully_shard, which allows no copies: fuse "
                 "the network first, fully_shard(spikefuse.fuse(net))"
             )
-    names = {m: f"{name}.net." if name else "net."
-             for name, m in model.named_modules() if isinstance(m, Temporal)}  # fmt: skip
+    if is_compiled(model):
+        raise TypeError(
+            "model is compiled already: fuse the network first, torch.compile(spikefuse.fuse(net))"
+        )
+    compiled = {m for part in model.modules() if is_compiled(part) for m in part.modules()}
+    names = {m: f"{name}.net." if name else "net." for name, m in model.named_modules()
+             if isinstance(m, Temporal) and m not in compiled}  # fmt: skip
     containers: dict[nn.Module, Captured] = {
         m: Captured(mode, prefix) for m, prefix in names.items()
     }
@@ -86,6 +92,11 @@ def fuse(model: M, mode: str = "auto") -> M:
         vars(result)["forward"] = _Forward(result, all_captured[0])
     vars(result)["fusion"] = Fusion(tuple(c.report for c in all_captured))
     return result
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is the result of `torch.compile`."""
+    return type(module).__name__ == "OptimizedModule"
 
 
 class _Forward:

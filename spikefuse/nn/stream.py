@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from spikefuse.neurons.definition import States
 from spikefuse.nn.call import TemporalCall
 from spikefuse.nn.neuron import check_module
-from spikefuse.nn.temporal import Temporal, check_state, neurons_of
+from spikefuse.nn.temporal import Temporal, check_state, neurons_of, run_captured
 
 
 class Stream:
@@ -43,10 +44,12 @@ class Stream:
 
     def __init__(self, net: nn.Module) -> None:
         check_module("net", net)
+        #: Runs the network as a fused graph, see `Temporal`.
+        self.captured: Callable[..., Any] | None = None
         if isinstance(net, Temporal):
             if net.passing is not None:
                 raise ValueError("the time of the network is sharded: stream a copy that is not")
-            net = net.net
+            self.captured, net = net.captured, net.net
         if any(isinstance(m, Temporal) for m in net.modules()):
             raise ValueError("net contains a Temporal: stream the Temporal, or the network in it")
         self.net = net
@@ -82,10 +85,15 @@ class Stream:
         call = TemporalCall(1, names, batch, initial=self._state, final=True)
         try:
             with torch.no_grad(), call:
-                y = self.net(*inputs, **kwargs)
+                y = run_captured(self.captured, run_step, self.net, inputs, kwargs)
         except Exception as error:
             error.add_note("a stream reads its inputs as one time step [B, ...], without T")
             raise
         # A network need not call all of its neurons at each step.
         self._state = {**dict.fromkeys(neurons, ()), **(self._state or {}), **call.finals}
         return y
+
+
+def run_step(net: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call `net`, written for one time step, on one step."""
+    return net(*args, **kwargs)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -21,6 +22,7 @@ from torch._dynamo.backends.common import aot_autograd
 import spikefuse as sf
 from spikefuse.graph import backend, captured, operations
 from spikefuse.graph.report import GraphReport
+from spikefuse.nn import pool
 from tests.graph.norm_networks import FUSED, Net, lif, network
 
 ENTRY_POINTS = "torch_dynamo_backends"
@@ -232,3 +234,32 @@ def test_states_in_other_backends() -> None:
 
 def Sequential() -> nn.Module:  # noqa: N802
     return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), lif(), nn.Linear(6, 6), sf.PLIF(0.5))
+
+
+class Negative(nn.MaxPool2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(-x)
+
+
+class Poolings(nn.Module):
+    """Poolings by layers and by functions, of which kernels compute some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.MaxPool2d(3, 1, 1), Negative(2), nn.AvgPool2d(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.max_pool2d(x, (2, 1), stride=1) + F.avg_pool2d(x, (2, 1), 1)
+        y = y.sum() + F.max_pool2d(x, 2, return_indices=True)[0]
+        return y[:, :, ::2, ::2] + self.layers(x) + F.max_pool3d(x, 1)[:, :, :2, :2]
+
+
+def test_poolings(graphs: list[Counter[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MIN_VALUES", 0)
+    net, x = sf.Temporal(Poolings()), torch.randn(2, 3, 4, 8, 8)
+    y = sf.fuse(net)(x)
+    torch.testing.assert_close(y, net(x))
+    (graph,) = graphs
+    assert graph[operations.max_pool2d] >= 3
+    assert graph[operations.avg_pool2d] == 2
+    assert F.max_pool2d not in graph

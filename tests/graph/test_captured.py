@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import spikefuse as sf
 from spikefuse.graph import backend, captured
 from spikefuse.graph.report import Place
-from tests.graph.norm_networks import FUSED, Net, compare, network, results
+from tests.graph.norm_networks import FUSED, Net, compare, lif, network, results
 from tests.processes import free_port
 
 FUSED_PLACE = Place("net.bn", "net.lif", True)
@@ -182,6 +182,41 @@ def test_more_than_one_graph(layer: str) -> None:
     fused = compare(sf.Temporal(net), torch.randn(4, 3, 6))
     assert Place("net.other", "net.lif2") in fused.fusion.fused
     assert f", in {2 + (layer != 'first')} graphs" in fused.fusion.summary
+
+
+class Modes(nn.Module):
+    """Uses its part both directly and compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.BatchNorm1d(6), lif())
+        self.compiled = torch.compile(self.part, backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x) if self.training else self.compiled(x)
+
+
+def test_compiled_layers_inside() -> None:
+    seen: list[int] = []
+    layers = nn.Sequential(nn.BatchNorm1d(6), lif(), nn.Linear(6, 6))
+    layers[0].register_forward_hook(lambda *_: seen.append(1))
+    net = sf.Temporal(nn.Sequential(torch.compile(layers, backend="eager"), Modes()))
+    fused, x = sf.fuse(net), torch.randn(4, 3, 6)
+    for training in (True, False):
+        torch.testing.assert_close(fused.train(training)(x), net.train(training)(x))
+    assert len(seen) == 4
+
+
+def test_compiled_containers_are_left_alone() -> None:
+    compiled = torch.compile(network(), backend="eager")
+    with pytest.raises(TypeError, match="compiled already: fuse the network first, torch.compile"):
+        sf.fuse(compiled)
+    both = nn.ModuleList([compiled, network()])
+    fused, x = sf.fuse(both), torch.randn(4, 3, 6)
+    assert fused[0] is compiled
+    fused[1](x)
+    (place,) = fused.fusion.fused
+    assert place.norm == "1.net.bn"
 
 
 def test_a_backend_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

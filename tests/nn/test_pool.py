@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
 from unittest import mock
 
 import numpy as np
@@ -63,102 +62,6 @@ def make(policy=None, device="cpu"):
 def trained(net, x):
     net = copy.deepcopy(net)
     return [*step(net, x), *net.buffers()]
-
-
-def test_poolings_that_fuse_replaces():
-    net = make()
-    fused = sf.fuse(net)
-    assert type(fused.net.pool) is sf.nn.MaxPool2d
-    assert type(net.net.pool) is nn.MaxPool2d
-    assert repr(fused.net.pool) == repr(net.net.pool)
-    assert [*fused.state_dict()] == [*net.state_dict()]
-    assert fused.fusion.pools == 2
-    assert fused.fusion.summary.endswith("neuron after them, 2 max poolings replaced")
-    again = sf.fuse(fused)
-    assert again.fusion.pools == 0
-    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        assert type(other.net.pool) is sf.nn.MaxPool2d
-
-
-def test_poolings_that_fuse_does_not_replace():
-    class Own(nn.MaxPool2d):
-        def forward(self, x):
-            return super().forward(-x)
-
-    class Indices(nn.Module):
-        def forward(self, x):
-            return F.max_pool2d(x, 2, return_indices=True)[0]
-
-    layers = [Own(2), nn.MaxPool3d(1), Indices(), Max(), sf.LIF()]
-    net = sf.Temporal(nn.Sequential(*layers))
-    with torch.no_grad():
-        fused = sf.fuse(net)
-        assert fused.fusion.pools == 0
-        assert [*fused.net.children()] == layers
-        x = make_input((2, 2, 3, 8, 8))
-        assert torch.equal(fused(x), net(x))
-
-
-class Max(nn.Module):
-    def forward(self, x):
-        return F.max_pool2d(x, 2)
-
-
-def pair():
-    return nn.BatchNorm2d(3), sf.LIF(0.5, 0.3)
-
-
-class Modes(nn.Module):
-    """Cannot be traced; its part is used both directly and compiled."""
-
-    def __init__(self):
-        super().__init__()
-        self.part = nn.Sequential(*pair(), nn.MaxPool2d(2))
-        self.compiled = torch.compile(self.part, backend="eager")
-
-    def forward(self, x):
-        return self.part(x) if self.training else self.compiled(x)
-
-
-@pytest.mark.parametrize("layers", [(nn.MaxPool2d(2), Max()), pair()], ids=["pool", "norm"])
-def test_compiled_modules_are_left_alone(layers):
-    compiled = torch.compile(nn.Sequential(*layers), backend="eager")
-    compiled._orig_mod[0].register_forward_hook(lambda *given: None)
-    net = sf.Temporal(nn.Sequential(nn.MaxPool2d(2), compiled, Modes()))
-    fused, x = sf.fuse(net), make_input((2, 2, 3, 16, 16))
-    assert fused.fusion.pools == 2
-    assert fused.net.get_submodule("1") is compiled
-    assert fused.net.get_submodule("2").compiled is net.net[2].compiled
-    (place,) = fused.fusion.fused
-    assert place.norm == "net.2.part.0"
-    reasons = {place.reason for place in fused.fusion.left}
-    assert reasons <= {"the module around it is compiled"}
-    with torch.no_grad():
-        results = [m.eval()(x) for m in (fused, net)]
-    assert results[1].any()
-    assert torch.equal(*results)
-
-
-def test_a_compiled_container_is_left_alone():
-    compiled = torch.compile(sf.Temporal(nn.Sequential(*pair())), backend="eager")
-    with pytest.warns(UserWarning, match="no batch norm can be fused: the module around"):
-        assert sf.fuse(compiled) is compiled
-    both = nn.ModuleList([compiled, sf.Temporal(nn.Sequential(*pair()))])
-    fused = sf.fuse(both)
-    assert fused[0] is compiled
-    (place,) = fused.fusion.fused
-    assert place.norm == "1.net.0"
-
-
-def test_hooks_run():
-    net, seen = nn.Sequential(nn.MaxPool2d(2)), []
-    net[0].register_forward_hook(lambda *given: seen.append("before"))
-    fused, x = sf.fuse(net), torch.rand(1, 1, 4, 4)
-    fused[0].register_forward_hook(lambda *given: seen.append("after"), always_call=True)
-    fused(x)
-    assert seen == ["before", "after"]
-    net(x)
-    assert seen == ["before", "after", "before"]
 
 
 @pytest.mark.parametrize("policy", [None, Checkpoint(1)], ids=str)
