@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from spikefuse._torch import separate
+from spikefuse.block import batch_norm
 from spikefuse.graph.captured import Captured
 from spikefuse.graph.report import Fusion
 from spikefuse.nn.neuron import check_module
@@ -126,6 +127,8 @@ class _Copies:
 
     def _copy_module(self, module: nn.Module) -> nn.Module:
         result = copy.copy(module)
+        if isinstance(module, nn.SyncBatchNorm) and batch_norm.traceable is not None:
+            result = batch_norm.traceable(module)
         self._made[id(module)] = module, result
         separate(result, shares_tensors=True)
         state = vars(result)
