@@ -73,7 +73,7 @@ def fuse(model: M, mode: str = "auto") -> M:
     compiled = {m for part in model.modules() if is_compiled(part) for m in part.modules()}
     names = {m: f"{name}.net." if name else "net." for name, m in model.named_modules()
              if isinstance(m, Temporal) and m not in compiled}  # fmt: skip
-    copies = _Copies(model)
+    copies = ModuleCopies(model)
     result: Any = copies.of(model)
     all_captured = []
     for module, prefix in names.items():
@@ -91,7 +91,7 @@ def is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule"
 
 
-class _Copies:
+class ModuleCopies:
     """Copies of the modules of a network, which refer to each other and share all tensors.
 
     References to a module are followed in its attributes, in hooks, and there in lists, tuples,
