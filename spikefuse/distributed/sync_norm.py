@@ -85,7 +85,7 @@ class SyncNorm(AxisNorm, nn.SyncBatchNorm):
         torch.compiler.allow_in_graph(batch_norm.synchronized_batch_norm)
 
     def _in_graph(self, x: Tensor, *given: Any) -> Tensor:
-        return batch_norm.synchronized_batch_norm(x, *given, id(self))
+        return batch_norm.synchronized_batch_norm(x, *given, norm=id(self))
 
     def _collectives(self) -> Collectives | None:
         return collectives.group_of(self)
