@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
+import stat
 import sys
 import uuid
 import zlib
@@ -184,6 +185,20 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def check_regular(path: Path) -> None:
+    """Refuse what is not a regular file: reading a FIFO would wait for ever.
+
+    Raises:
+        DataError: the file is missing, or is a folder, FIFO, socket or device.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        raise DataError(f"cannot read {path}: it is not a regular file")
+
+
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
     """Open a file for reading, decompressed if its content is gzip, whatever its name.
@@ -193,6 +208,7 @@ def opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
     Raises:
         DataError: the file cannot be read, or its compression is damaged.
     """
+    check_regular(path)
     try:
         with path.open("rb") as file:
             if file.peek(2)[:2] == b"\x1f\x8b":
