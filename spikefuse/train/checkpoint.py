@@ -38,14 +38,15 @@ BEST = "best.ckpt"
 LOCK = ".lock"
 
 # Entries of an archive of torch.save, below a folder; and what a pickle in it may name. PyTorch
-# allows more, such as torch.Tensor(size) and bytearray(size), which allocate any size.
+# allows more, such as torch.Tensor(size) and bytearray(size), which allocate any size, and storages
+# without a dtype, which tensors of rare dtypes (uint16, float8) need: such are not read.
 ENTRY = re.compile(
     r"([^/]+)/(data\.pkl|data/\d+|version|byteorder|\.format_version|\.storage_alignment"
     r"|\.data/serialization_id)"
 )
 GLOBAL = re.compile(
     r"collections (OrderedDict|Counter)|builtins set"
-    r"|torch\._utils _rebuild_(tensor_v[23]|parameter)"
+    r"|torch\._utils _rebuild_(tensor_v2|parameter)"
     r"|torch (\w+Storage|Size|device|b?float\d\w*|u?int\d+|bool)"
 )
 
