@@ -7,6 +7,7 @@ import gzip
 import os
 import stat
 import sys
+import tempfile
 import uuid
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -43,10 +44,13 @@ class DownloadSource:
 
 
 def user_cache() -> Path:
-    """Return this library's folder in the user's cache."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "spikefuse"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spikefuse"
+    """Return this library's folder in the user's cache; without a home, among temporary files."""
+    try:
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "spikefuse"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spikefuse"
+    except RuntimeError:  # neither HOME nor an entry in the list of users
+        return Path(tempfile.gettempdir(), f"cache-{os.getuid()}", "spikefuse")
 
 
 def default_directory() -> Path:
