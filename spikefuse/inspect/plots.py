@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from spikefuse.inspect.record import Record
+    from spikefuse.inspect.report import Report
+
 __all__ = ["animate", "new_figure", "raster", "rates", "traces"]
 
 MAX_NEURONS = 200
@@ -79,16 +82,23 @@ def traces(
     return axes
 
 
-def rates(rates: Mapping[str, float], axes: Axes | None = None) -> Axes:
-    """Plot a bar per layer: the `rates` of a `Record` or a `Report`.
+def rates(rates: Mapping[str, float] | Record | Report, axes: Axes | None = None) -> Axes:
+    """Plot a bar per layer: the share of its neurons that fire in a step.
 
     Args:
-        rates: share of the neurons that fire in a step, by layer.
+        rates: a `Record` or a `Report`, or its `rates`: a share by layer.
         axes: as in `raster`.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
+        TypeError: `rates` is neither.
     """
+    rates = getattr(rates, "rates", rates)
+    if not isinstance(rates, Mapping):
+        raise TypeError(
+            f"rates is a {type(rates).__name__}: expected what sf.record or sf.report returns, or "
+            "a rate for each layer"
+        )
     axes = _axes_or_new(axes)
     axes.barh(range(len(rates)), [100 * rate for rate in rates.values()])
     names = [label(name) for name in rates]

@@ -114,6 +114,11 @@ class LoadedRun:
     resumable: bool
 
 
+def in_folder(path: Path, name: str) -> Path:
+    """Return the checkpoint of a name in a run's folder, or the path itself if it is no folder."""
+    return path / name if path.is_dir() else path
+
+
 def load(path: Path, names: Mapping[str, str | None] | None = None) -> LoadedRun:
     """Load a checkpoint without executing any code in it, or named by it.
 
@@ -131,8 +136,7 @@ def load(path: Path, names: Mapping[str, str | None] | None = None) -> LoadedRun
         own.register(setting, given[setting])
     hint = f"expected {LAST} or {BEST} from a run of spikefuse train"
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise ConfigError(f"checkpoint {path} {what}: {hint}")
+        raise ConfigError(f"checkpoint {path} does not exist: {hint}")
     try:
         file = io.BytesIO(path.read_bytes())
     except OSError as error:

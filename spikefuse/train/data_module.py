@@ -82,7 +82,8 @@ class DataModule(pl.LightningDataModule):
             if len(parts[1]) == 0:
                 raise DataError(
                     f"the dataset {config.dataset} has {len(rest)} training examples, too few to "
-                    "hold out a tenth for validation: add some, or read (training, validation, test)"
+                    "hold out a tenth for validation: add some, or read (training, validation, "
+                    "test)"
                 )
         self.training, self.validation = parts
         if config.batch_size > len(self.training):
