@@ -93,16 +93,16 @@ def rates(rates: Mapping[str, float] | Record | Report, axes: Axes | None = None
         ModuleNotFoundError: matplotlib is not installed.
         TypeError: `rates` is neither.
     """
-    rates = getattr(rates, "rates", rates)
-    if not isinstance(rates, Mapping):
+    values: Any = getattr(rates, "rates", rates)
+    if not isinstance(values, Mapping):
         raise TypeError(
             f"rates is a {type(rates).__name__}: expected what sf.record or sf.report returns, or "
             "a rate for each layer"
         )
     axes = _axes_or_new(axes)
-    axes.barh(range(len(rates)), [100 * rate for rate in rates.values()])
-    names = [label(name) for name in rates]
-    axes.set(yticks=range(len(rates)), yticklabels=names, xlabel="neurons firing in a step (%)")
+    axes.barh(range(len(values)), [100 * rate for rate in values.values()])
+    names = [label(name) for name in values]
+    axes.set(yticks=range(len(values)), yticklabels=names, xlabel="neurons firing in a step (%)")
     axes.margins(y=0.01)
     axes.invert_yaxis()
     return axes

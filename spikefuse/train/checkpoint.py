@@ -214,7 +214,7 @@ def _check_pickle(content: bytes) -> None:
     """Refuse calls and classes that torch.load allows, but no checkpoint has."""
     for opcode, argument, _ in pickletools.genops(content):
         is_name = opcode.name in ("GLOBAL", "INST")
-        if opcode.proto > 2 or (is_name and not GLOBAL.fullmatch(argument)):
+        if opcode.proto > 2 or (is_name and not GLOBAL.fullmatch(str(argument))):
             raise ValueError(f"{opcode.name} {argument}")
 
 

@@ -104,8 +104,8 @@ def _train(
             saved = (directory / LAST).exists()
             if processes.main and resumed is None and not saved:
                 folder.remove(directory, existed)
-            is_of_data = isinstance(error, DataError | FloatingPointError)
-            if isinstance(error, OSError) or (is_of_data and saved):
+            late = (OSError, DataError, FloatingPointError) if saved else OSError
+            if isinstance(error, late):
                 raise folder.with_advice(error, config, directory) from error
             raise
         seconds = time.perf_counter() - start
