@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.animation import FuncAnimation
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from spikefuse.inspect.record import Record
-    from spikefuse.inspect.report import Report
 
 __all__ = ["animate", "new_figure", "raster", "rates", "traces"]
 
@@ -82,7 +79,14 @@ def traces(
     return axes
 
 
-def rates(rates: Mapping[str, float] | Record | Report, axes: Axes | None = None) -> Axes:
+class HasRates(Protocol):
+    """A `Record` or a `Report`."""
+
+    @property
+    def rates(self) -> dict[str, float]: ...
+
+
+def rates(rates: Mapping[str, float] | HasRates, axes: Axes | None = None) -> Axes:
     """Plot a bar per layer: the share of its neurons that fire in a step.
 
     Args:

@@ -52,7 +52,7 @@ class _Private(InTreeCacheLocator):
 class _Checked(CompileResultCacheImpl):
     """Machine code with its checksum."""
 
-    _locator_classes: list[type] = [_Private]  # noqa: RUF012
+    _locator_classes: list[type[object]] = [_Private]  # noqa: RUF012
 
     def reduce(self, result: Any) -> Any:
         data = dumps(super().reduce(result))
