@@ -138,7 +138,7 @@ EXTERNAL = {
     "sklearn": {"data"},
     "pooch": {"data"},
     "tonic": {"data"},
-    "h5py": {"data"},
+    "h5py": {"data", "transforms"},
     "PIL": {"data"},
     "nir": {"transforms"},
 }
