@@ -135,21 +135,29 @@ def _tanh(b: Builder, x: Operand) -> Operand:
     return b.op("where", b.op("lt", size, 0.25), b.op("mul", x, series), far)
 
 
+# Multiplications take longer than exp and log, and add more error, for greater exponents.
 MAX_EXPONENT = 64
 
 
+def _whole_power(b: Builder, x: Operand, n: int) -> Operand:
+    """Compute `x ** n` for n >= 0."""
+    if n > MAX_EXPONENT:
+        even = b.op("exp", b.op("mul", n - n % 2, b.op("log", b.op("abs", x))))
+        return b.op("mul", even, x) if n % 2 else even
+    result, square = None, x
+    while n:
+        if n % 2:
+            result = square if result is None else b.op("mul", result, square)
+        n //= 2
+        square = b.op("mul", square, square) if n else square
+    return 1.0 if result is None else result
+
+
 def _pow(b: Builder, x: Operand, y: Operand) -> Operand:
-    """Compute integer powers by multiplication, others by exp and log to about |y ln x| ulp."""
-    if not isinstance(y, str) and float(y).is_integer() and abs(y) <= MAX_EXPONENT:
-        result, square, rest = None, x, int(abs(y))
-        while rest:
-            if rest % 2:
-                result = square if result is None else b.op("mul", result, square)
-            rest //= 2
-            square = b.op("mul", square, square) if rest else square
-        if result is None:
-            return 1.0
-        return b.op("div", 1.0, result) if y < 0 else result
+    """Compute small integer powers by multiplication, others by exp and log, to |y ln x| ulp."""
+    if not isinstance(y, str) and float(y).is_integer():
+        power = _whole_power(b, x, int(abs(y)))
+        return b.op("div", 1.0, power) if y < 0 else power
     if y == 0.5:
         return b.op("sqrt", x)
     if not isinstance(x, str):

@@ -90,6 +90,7 @@ UNARY = {
     "relu": torch.relu,
     "square": torch.square,
     "cube": lambda x: x**3,
+    "great power": lambda x: (x - 1.0) ** 65 + (x - 2.0) ** 66,
     "inverse square": lambda x: x**-2 + torch.reciprocal(x),
     "clamp": lambda x: torch.clamp(x, -0.5, 1.0),
     "clamp_min": lambda x: torch.clamp_min(x, 0.5),

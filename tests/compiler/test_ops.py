@@ -279,7 +279,7 @@ def test_exponential_over_its_range(backends):
         assert exp[(x < -88) & (x > -103)].gt(0).all()  # subnormal results are not flushed
 
 
-EXPONENTS = (-64, -3, -2, -1, 0, 1, 2, 3, 7, 64, 0.5, -0.5, 2.5, 1.7)
+EXPONENTS = (-66, -65, -64, -3, -2, -1, 0, 1, 2, 3, 7, 64, 65, 66, 101, 1000, 0.5, -0.5, 2.5, 1.7)
 
 
 def test_powers(backends):
@@ -291,12 +291,12 @@ def test_powers(backends):
         for n, actual in zip(EXPONENTS, powers, strict=True):
             truth = x.double() ** n
             usable = (truth.abs() < 2.0**120) & (truth.abs() > 2.0**-120) & (x.abs() < 1e30)
-            if float(n).is_integer():
+            if float(n).is_integer() and abs(n) <= ops.MAX_EXPONENT:
                 bound = torch.full_like(truth, float(abs(n)))
             else:
                 # x ** 0.5 is a square root; the error of the others grows with the exponent of exp.
-                bound = 3 + 2 * (n * x.double().abs().log()).abs()
-                assert actual[x < 0].isnan().all(), (impl, n)
+                bound = 3 + (2 if n % 1 else 3) * (n * x.double().abs().log()).abs()
+                assert float(n).is_integer() or actual[x < 0].isnan().all(), (impl, n)
             assert (errors(actual[usable], truth[usable]) <= bound[usable]).all(), (impl, n)
             assert torch.equal(actual[x == 1], torch.ones_like(actual[x == 1]))
         near = x.abs() < 100
@@ -354,6 +354,17 @@ class WholePowers(Neuron):
 
     def step(self, x):
         return x**self.exponent, ()
+
+
+def test_great_whole_powers_of_special_values(backends):
+    exponents = (65, 66, 100, 10**9 + 1, -65, -66)
+    x = torch.tensor([[-1.0, 1.0, 0.0, -0.0, math.inf, -math.inf, math.nan, 2.0, -3.0]])
+    for impl in backends.impls:
+        for n, actual in zip(exponents, Powers(*exponents)(x, impl=impl)[1:-1], strict=True):
+            expected = x**n
+            special = (x.abs() <= 1) | ~expected.isfinite() | (expected == 0)
+            assert same(actual, expected)[special].all(), (impl, n)
+            assert torch.equal(actual.signbit(), expected.signbit()), (impl, n)
 
 
 @pytest.mark.parametrize("exponent", [-2, -1, 0, 1, 2, 3])
