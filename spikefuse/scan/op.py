@@ -26,7 +26,7 @@ from spikefuse.scan import microbatches
 from spikefuse.scan.double_backward import no_double_backward, refuse_double_backward
 from spikefuse.scan.execution import Execution, execution_of
 from spikefuse.scan.microbatches import Gradients
-from spikefuse.scan.program import Kinds, Variant, kinds_of, prepare, sizes_of
+from spikefuse.scan.program import Kinds, Variant, kinds_of, prepare, requires_grad, sizes_of
 from spikefuse.scan.records import Arguments, MaybeTensors, Results, Tensors, Wanted
 from spikefuse.scan.state_passing import StatePassing
 
@@ -84,6 +84,8 @@ class Call:
     op: ClassVar[str] = "scan"
     #: The number of first tensors in whose place backward reads what forward has saved.
     replaced: ClassVar[int] = 0
+    #: Whether a step reads the first output of the step before, whose start is the last state.
+    feeds_back: ClassVar[bool] = False
 
     def flatten(self, arguments: Arguments[T]) -> list[T]:
         """All tensors of the arguments."""
@@ -191,16 +193,35 @@ def execute(call: Call, arguments: Arguments[Tensor], wanted: Wanted) -> Results
         found = run_op(call.program, *groups, prologue, list(call.scalars), *options)
         binary, num_states = sizes_of(call.program)
         end = len(binary) + (num_states if wanted.final else 0)
+        found = detached(call, arguments, found[:end]) if needed else found[:end]
         known = () if torch.compiler.is_compiling() else binary  # a graph knows no values
-        return Results(found[: len(binary)], found[len(binary) : end], binary=known)
+        return Results(found[: len(binary)], found[len(binary) :], binary=known)
     if call.passing is not None and torch.compiler.is_compiling():
         return torch.compiler.disable(execute)(call, arguments, wanted)
     if not needed:
         return call.forward(arguments, Wanted(wanted.final, wanted.bits, save=False))
     *found, bits = _apply(call, arguments, wanted, *tensors)
-    assert call.execution is not None
-    num, binary = call.execution.num_outputs, call.execution.program.step.binary
+    found = detached(call, arguments, found)
+    binary = sizes_of(call.program)[0]
+    num = len(binary)
     return Results(found[:num], found[num:], (), bits, binary)
+
+
+def detached(call: Call, arguments: Arguments[Tensor], results: Tensors) -> Tensors:
+    """Outputs and final states, detached where those of the eager loop require no gradient."""
+    inputs, states, params, prologue, *_ = [
+        tuple([t.requires_grad for t in group or ()]) for group in arguments[:4]
+    ]
+    if True in prologue:  # part of the first input
+        inputs = True, *inputs[1:]
+    # More steps change nothing. Processes that pass states must agree.
+    num_steps, enough = len(arguments.inputs[0]), sizes_of(call.program)[1] + 2
+    if num_steps > enough or call.passing is not None:
+        num_steps = enough
+    needs = requires_grad(call.program, inputs, states, params, num_steps, call.feeds_back)
+    if all(needs):
+        return results
+    return [x if need else x.detach() for x, need in zip(results, needs, strict=False)]
 
 
 def call_untraced(function: Callable[..., T], *args: Any) -> T:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import compress
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -26,7 +29,7 @@ from spikefuse.compiler.trace import Step, trace_step
 from spikefuse.compiler.variables import KERNELS, Variables
 from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.description import bind
-from spikefuse.scan import cache
+from spikefuse.scan import cache as files
 from spikefuse.scan.layout import Layout
 
 T = TypeVar("T")
@@ -172,7 +175,7 @@ class Program:
     @cached_property
     def is_differentiable(self) -> bool:
         """Whether an output of the step passes gradients on."""
-        return not self.reverse.graph.used().isdisjoint(f"g{y}" for y in self.step.outputs)
+        return any(self.reverse.paths[: self.step.num_outputs])
 
     def params(self, *kinds: str) -> list[str]:
         """The parameters of these kinds."""
@@ -202,7 +205,7 @@ class Program:
         key = (*key, (kernel,) if self.backend == "numba" else KERNELS)
         if key not in self.modules:
             with _compiling:
-                self.modules[key] = cache.load(self.source(*key), self.step.name, self.backend)
+                self.modules[key] = files.load(self.source(*key), self.step.name, self.backend)
         return getattr(self.modules[key], kernel)
 
     def source(
@@ -244,6 +247,50 @@ def sizes_of(name: str) -> tuple[tuple[bool, ...], int]:
     its states."""
     step = program(name).step
     return step.binary, len(step.states)
+
+
+@cache
+def _requires_grad(
+    name: str,
+    inputs: tuple[bool, ...],
+    states: tuple[bool, ...],
+    params: tuple[bool, ...],
+    num_steps: int,
+    feeds_back: bool = False,
+) -> tuple[bool, ...]:
+    """For each output and final state of a program, whether the eager loop's requires a gradient.
+
+    Args:
+        inputs, states, params: which of these do. The last parameters of the program are meant, and
+            with `feeds_back` the last state is the first output before the first step.
+    """
+    own = program(name)
+    step, paths = own.step, own.reverse.paths
+    if not own.is_differentiable and not own.definition._selected:
+        warnings.warn(
+            f"no output of {step.name}.step has a gradient, so nothing before it learns from its "
+            "outputs: make spikes with a surrogate, as in self.surrogate(v - threshold), not with "
+            "a comparison",
+            stacklevel=4,
+        )
+    names, first, split = step.graph.inputs, len(step.inputs), len(step.inputs) + len(step.states)
+    tensors = [names[split + step.params.index(p)] for p in own.params(SCALAR, CHANNEL)]
+    fixed = {*compress(names[:first], inputs), *compress(tensors[-len(params) :], params)}
+    alive, is_fed = [*compress(names[first:split], states)], feeds_back and any(states[-1:])
+    outputs = [False] * step.num_outputs
+    for _ in range(num_steps):
+        known = fixed.union(alive, names[:1] if is_fed else ())
+        found = [not path.isdisjoint(known) for path in paths]
+        outputs = [*map(operator.or_, outputs, found)]
+        finals, is_fed = found[step.num_outputs :], feeds_back and found[0]
+        alive = [*compress(names[first:split], finals)]
+    return (*outputs, *finals)
+
+
+@constant_result
+def requires_grad(name: str, *flags: Any) -> tuple[bool, ...]:
+    """See `_requires_grad`, whose cache torch.compile would trace through."""
+    return _requires_grad(name, *flags)
 
 
 def kinds_of(values: Mapping[str, float | Tensor]) -> Kinds:
