@@ -9,7 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -96,10 +96,11 @@ def step_function(definition: Neuron, params: Sequence[str]) -> Callable[..., tu
     """Return `step` as a function of inputs, states and parameters: outputs and new states."""
     split = len(type(definition).input_names)
     end = split + len(type(definition).states)
+    unknown = tuple(definition.description().unknown.items())
 
     def function(*args: Tensor) -> tuple[Tensor, ...]:
         run_time = dict(zip(params, args[end:], strict=True))
-        bound = bind(definition, run_time, as_class=_without_hooks)
+        bound = bind(definition, run_time, as_class=partial(_traced_class, unknown))
         before = dict(_memory(bound))
         outputs, new = call_step(bound, args[:split], args[split:end])
         for name, values in _memory(bound):
@@ -116,14 +117,25 @@ def step_function(definition: Neuron, params: Sequence[str]) -> Callable[..., tu
 
 
 @cache
-def _without_hooks(cls: type[nn.Module]) -> Any:
-    """A class of the same modules, called without hooks, which no kernel can run."""
+def _traced_class(unknown: tuple[tuple[str, str], ...], cls: type[nn.Module], prefix: str) -> Any:
+    """A class like `cls` whose instances refuse reads of `unknown` attributes, and which is called
+    without hooks, which no kernel can run, if it is that of a submodule."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
+    members: dict[str, Any] = {"__call__": call} if prefix else {}
+    for name, why in unknown:
+        owner, _, attribute = name.rpartition(".")
+        if owner == prefix.rstrip("."):
+            refuse = partial(_refuse_unknown, why)
+            members[attribute] = property(refuse, refuse)
     kind: Any = type(cls)
-    return kind(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+    return kind(cls.__name__, (cls,), {**members, "__module__": cls.__module__}) if members else cls
+
+
+def _refuse_unknown(why: str, *_: Any) -> Any:
+    raise UnsupportedOperation(f"step reads an attribute at {_user_line()}: {why}")
 
 
 def _memory(bound: Neuron) -> Iterator[tuple[str, list[Any]]]:

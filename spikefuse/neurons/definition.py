@@ -46,7 +46,7 @@ class Neuron(Holder):
     Declare states on the class, parameters in `__init__`, and one time step in `step`. The model is
     then fused over all time steps, forward and backward, on GPU and CPU.
 
-    Attributes are of two kinds:
+    Attributes that `step` reads are of two kinds:
 
     - `float`, 0-d tensor, 1-d tensor of one value per channel, `nn.Parameter`, `Learnable`:
       run-time float32 values. A new value does not recompile. In `step` they are tensors, so they
@@ -54,6 +54,8 @@ class Neuron(Holder):
     - `bool`, `int`, `str`, `None`, tuples of these, and class attributes (`leak = 0.5`) that no
       instance attribute hides: constants. `step` may branch on them; a new value compiles a new
       kernel.
+
+    Attributes of other types are allowed where `step` does not read them.
 
     Call: `neuron(x, ..., state=None, return_state=False, impl="auto", outputs=None)`
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spikefuse.neurons.description import Description, bind
 from spikefuse.neurons.learnable import Learnable
-from spikefuse.neurons.parameters import Holder, Value, number, positive
+from spikefuse.neurons.parameters import NUMBERS, Holder, Value, number, positive
 
 __all__ = [
     "Arctan",
@@ -279,7 +279,7 @@ class Rectangle(Surrogate):
         self, left: Value = -0.5, right: Value = 0.5, height: Value = 1.0, *, cutoff: Cutoff = None
     ) -> None:
         super().__init__(cutoff)
-        numbers = [bound for bound in (left, right) if isinstance(bound, int | float)]
+        numbers = [bound for bound in (left, right) if isinstance(bound, NUMBERS)]
         if not all(map(math.isfinite, numbers)) or (len(numbers) == 2 and numbers[0] >= numbers[1]):
             raise ValueError(f"left, right are {left!r}, {right!r}: expected finite, left < right")
         self.left, self.right = number("left", left), number("right", right)
