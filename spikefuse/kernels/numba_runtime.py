@@ -37,23 +37,42 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from spikefuse.kernels.file_lock import locked
-from spikefuse.kernels.numba_math import exp, floor, fma, log, sigmoid, sqrt
+from spikefuse.kernels.numba_math import (
+    cos,
+    erf,
+    exp,
+    floor,
+    fma,
+    fmod,
+    log,
+    log2,
+    round_even,
+    sigmoid,
+    sin,
+    sqrt,
+)
 
 __all__ = [
     "add_by_channel",
     "channel_rows",
+    "cos",
+    "erf",
     "exp",
     "f32",
     "fence",
     "fill_row",
     "floor",
     "fma",
+    "fmod",
     "global_compiler_lock",
     "kernel",
     "load",
     "load_row",
     "log",
+    "log2",
+    "round_even",
     "sigmoid",
+    "sin",
     "sqrt",
     "store",
     "store_row",

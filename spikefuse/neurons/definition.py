@@ -174,16 +174,18 @@ def _ignore(neuron: Neuron, *constants: Any) -> None:
 
 
 def _input_names(cls: type[Neuron]) -> tuple[str, ...]:
-    names = tuple(inspect.signature(cls.step).parameters)[1:]
-    states = tuple(cls.states)
+    parameters = list(inspect.signature(cls.step).parameters.values())[1:]
+    names, states = [p.name for p in parameters], list(cls.states)
+    if parameters and parameters[-1].kind is inspect.Parameter.VAR_POSITIONAL:
+        names = [n for n in names[:-1] if n not in states] + states  # *states
     inputs = names[: len(names) - len(states)]
     if names != inputs + states or not inputs:
         raise TypeError(
-            f"{cls.__name__}.step takes ({', '.join(names)}), but the states declared are "
-            f"({', '.join(states)}): write step(self, x, {', '.join(states)}), with at least "
-            "one input and the states last, in the order of their declaration"
+            f"{cls.__name__}.step takes ({', '.join(map(str, parameters))}), but the states "
+            f"declared are ({', '.join(states)}): write step(self, x, {', '.join(states)}), with "
+            "at least one input and the states last, in the order of their declaration"
         )
-    return inputs
+    return tuple(inputs)
 
 
 class WrongResult(TypeError):

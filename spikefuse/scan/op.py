@@ -201,9 +201,11 @@ def execute(call: Call, arguments: Arguments[Tensor], wanted: Wanted) -> Results
     if not needed:
         return call.forward(arguments, Wanted(wanted.final, wanted.bits, save=False))
     *found, bits = _apply(call, arguments, wanted, *tensors)
-    found = detached(call, arguments, found)
-    binary = sizes_of(call.program)[0]
-    num = len(binary)
+    assert call.execution is not None
+    program = call.execution.program
+    if not (program.follows_input and tensors[0].requires_grad):
+        found = detached(call, arguments, found)
+    num, binary = call.execution.num_outputs, program.step.binary
     return Results(found[:num], found[num:], (), bits, binary)
 
 

@@ -155,7 +155,7 @@ class Program:
     @cached_property
     def name(self) -> str:
         """A name that the same kernels, called alike, have in every process."""
-        identity = repr((self.step.params, self.kinds))
+        identity = repr((self.step.params, self.kinds, [*map(sorted, self.reverse.paths)]))
         identity += self.source(self.step.inputs, self.learnable())
         digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
         return f"{self.step.name}-{self.backend}-{digest}"
@@ -171,6 +171,11 @@ class Program:
 
     #: Whether kernels can repair a pass that began from the wrong states.
     repairs = rebuilds
+
+    @cached_property
+    def follows_input(self) -> bool:
+        """Whether autograd follows every result of the step back to its first input."""
+        return all(self.step.graph.inputs[0] in path for path in self.reverse.paths)
 
     @cached_property
     def is_differentiable(self) -> bool:
