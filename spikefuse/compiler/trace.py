@@ -87,7 +87,8 @@ def trace_step(definition: Neuron) -> Step:
             "does not: keep what changes in a State(), in an attribute that is assigned between "
             "calls, or in an input"
         )
-    initial = tuple(s.initial for s in states.values())
+    # Initial values of attributes are passed as states.
+    initial = tuple(s.initial if isinstance(s.initial, float) else 0.0 for s in states.values())
     num_outputs = len(graph.outputs) - len(states)
     return Step(cls.__name__, inputs, tuple(states), initial, params, num_outputs, graph)
 
@@ -210,7 +211,7 @@ _READS = {
 # What differs between a neuron's value in a kernel and a time step in the eager loop.
 _DESCRIPTIONS = {
     *(Tensor.dim, Tensor.ndimension, Tensor.size, Tensor.stride, Tensor.storage_offset),
-    *(Tensor.retain_grad, Tensor.requires_grad_),
+    Tensor.retain_grad,
     *(
         getattr(Tensor, name).__get__
         for name in ("ndim", "shape", "requires_grad", "is_leaf", "grad_fn", "nbytes")

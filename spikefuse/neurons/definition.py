@@ -29,11 +29,23 @@ class State:
     order of declaration.
 
     Args:
-        initial: value at rest, from which a sequence starts unless a state is passed in.
+        initial: value at rest, from which a sequence starts unless a state is passed in; or the
+            name of an attribute of the neuron that holds it, which may be learned::
+
+                v = State("rest")   # self.rest = nn.Parameter(torch.zeros(channels))
+
+    Raises:
+        TypeError: a tensor of several values, or one that is learned, is given here, which all
+            neurons of the class would share.
     """
 
-    def __init__(self, initial: float = 0.0) -> None:
-        self.initial = float(initial)
+    def __init__(self, initial: float | str = 0.0) -> None:
+        if isinstance(initial, Tensor) and (initial.requires_grad or initial.numel() != 1):
+            raise TypeError(
+                "the initial value of a State is one number: for several values, or learned ones, "
+                'assign the tensor to an attribute of the neuron and name it, as in State("rest")'
+            )
+        self.initial = initial if isinstance(initial, str) else float(initial)
 
 
 _N = TypeVar("_N", bound="Neuron")
@@ -48,9 +60,10 @@ class Neuron(Holder):
 
     Attributes that `step` reads are of two kinds:
 
-    - `float`, 0-d tensor, 1-d tensor of one value per channel, `nn.Parameter`, `Learnable`:
-      run-time float32 values. A new value does not recompile. In `step` they are tensors, so they
-      cannot steer Python control flow.
+    - `float`, tensor, `nn.Parameter`, `Learnable`: run-time float32 values. A new value does not
+      recompile. In `step` they are tensors, so they cannot steer Python control flow. A tensor has
+      one value, or one per channel `[C]` (dim 2 of `[T, B, C, ...]`), or as many dims as a sample,
+      over which it broadcasts: `[C, H, W]` for each neuron, `[1, D]` for the last dim of tokens.
     - `bool`, `int`, `str`, `None`, tuples of these, and class attributes (`leak = 0.5`) that no
       instance attribute hides: constants. `step` may branch on them; a new value compiles a new
       kernel.
@@ -269,16 +282,44 @@ def channel_view(name: str, value: Tensor, step_shape: torch.Size) -> Tensor:
     """Reshape a parameter to broadcast over one step `[B, C, ...]`.
 
     Raises:
-        ValueError: neither a scalar nor one value per channel.
+        ValueError: neither a scalar, nor one value per channel, nor of the dims after the batch.
     """
     if value.ndim == 0:
         return value
-    fits = value.ndim == 1 and len(step_shape) > 1
-    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if not fits or (not is_traced and value.shape[0] != step_shape[1]):
-        channels = step_shape[1] if len(step_shape) > 1 else "none"
+    inner, is_traced = step_shape[1:], torch.jit.is_tracing()  # type: ignore[attr-defined]
+    view = value.view(-1, *(1,) * (len(inner) - 1)) if value.ndim == 1 and inner else value
+    pairs = zip(view.shape, inner, strict=False)
+    fits = len(view.shape) == len(inner) and (is_traced or all(n in (1, m) for n, m in pairs))
+    if not fits or (value.ndim == 1 and not is_traced and value.shape[0] != inner[0]):
+        channels = inner[0] if inner else "none"
         raise ValueError(
-            f"parameter '{name}' has shape {list(value.shape)}: expected a scalar, or one value "
-            f"per channel (dim 2 of [T, B, C, ...]; this input has C = {channels})"
+            f"parameter '{name}' has shape {list(value.shape)}: expected a scalar, one value per "
+            f"channel (dim 2 of [T, B, C, ...]; this input has C = {channels}), or a shape that "
+            f"broadcasts over the dims after the batch, {list(inner)}, with as many dims"
         )
-    return value.view(-1, *(1,) * (len(step_shape) - 2))
+    return view
+
+
+def first_states(neuron: Neuron, values: dict[str, Any], like: Tensor) -> States | None:
+    """Return the states at rest, of the shape and dtype of `like`; None if all are floats.
+
+    Args:
+        values: the run-time values of the neuron.
+    """
+    initial = [state.initial for state in neuron.states.values()]
+    if all(isinstance(value, float) for value in initial):
+        return None
+    states = []
+    for name in initial:
+        value = name if isinstance(name, float) else values.get(name)
+        if value is None:
+            raise ValueError(
+                f"{type(neuron).__name__} has no attribute '{name}' with the value at rest that "
+                f"State({name!r}) names: assign a float, a tensor or a Learnable"
+            )
+        if isinstance(value, Tensor):
+            value = channel_view(str(name), value, like.shape).to(like.dtype).expand(like.shape)
+        else:
+            value = torch.full_like(like, value)
+        states.append(value)
+    return tuple(states)

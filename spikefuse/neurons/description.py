@@ -92,7 +92,9 @@ def read(module: nn.Module, name: str) -> Any:
     value: Any = module
     for part in name.split("."):
         value = getattr(value, part)
-    return value() if isinstance(value, Learnable) else value
+    value = value() if isinstance(value, Learnable) else value
+    is_single = isinstance(value, Tensor) and value.shape == (1,)
+    return value.reshape(()) if is_single else value
 
 
 def owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

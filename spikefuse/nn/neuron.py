@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse import neurons, reference
-from spikefuse.neurons.definition import Neuron, States, with_outputs
+from spikefuse.neurons.definition import Neuron, States, first_states, with_outputs
 from spikefuse.nn.call import Scan, active, mark_binary, wants_bits
 from spikefuse.nn.checkpoint import refuse_recomputation
 from spikefuse.scan import op
@@ -74,10 +74,23 @@ def scan_neuron(neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted) ->
     if backend == "reference":
         return Results(*reference.scan(with_outputs(neuron, outputs), tuple(inputs), state))
     bits = wants_bits(inputs[0])
+    arguments = from_rest(neuron, arguments)
     results = op.scan(neuron, arguments, Wanted(final, bits, save, outputs, backend))
     if bits:
         mark_binary(results)
     return results
+
+
+def from_rest(neuron: Neuron, arguments: Arguments[Tensor]) -> Arguments[Tensor]:
+    """The arguments with the first states that attributes of the neuron hold, if any do."""
+    passing = arguments.passing
+    if arguments.states is not None or not (passing is None or passing.is_first):
+        return arguments
+    x = arguments.inputs[0]
+    if all(isinstance(s.initial, float) for s in type(neuron).states.values()):
+        return arguments
+    like = torch.empty_like(x[0], dtype=torch.float32)
+    return arguments._replace(states=first_states(neuron, neuron.values(), like))
 
 
 def checked_names(outputs: tuple[str, ...]) -> tuple[str, ...]:

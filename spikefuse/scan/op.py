@@ -26,6 +26,7 @@ from spikefuse.scan import microbatches
 from spikefuse.scan.double_backward import no_double_backward, refuse_double_backward
 from spikefuse.scan.execution import Execution, execution_of
 from spikefuse.scan.microbatches import Gradients
+from spikefuse.scan.per_neuron import flattened
 from spikefuse.scan.program import Kinds, Variant, kinds_of, prepare, requires_grad, sizes_of
 from spikefuse.scan.records import Arguments, MaybeTensors, Results, Tensors, Wanted
 from spikefuse.scan.state_passing import StatePassing
@@ -57,7 +58,11 @@ def scan(definition: Neuron, arguments: Arguments[Tensor], wanted: Wanted) -> Re
         known = definition.description().cache.get((wanted.impl, wanted.outputs))
     program, scalars, params = known or choose(definition, inputs[0], wanted)
     call = Call(program, scalars, passing)
-    return execute(call, Arguments(inputs, states, params, (), scalars, passing), wanted)
+    arguments = Arguments(inputs, states, params, (), scalars, passing)
+    if params and max(map(Tensor.dim, params)) > 1:
+        arguments, restore = flattened(arguments)
+        return restore(execute(call, arguments, wanted))
+    return execute(call, arguments, wanted)
 
 
 def run(program: str, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
@@ -141,10 +146,10 @@ class Call:
         inputs = execution.new_gradients(Arguments(needs.inputs)).inputs
         scans = microbatches.split(execution, arguments, saved)
         found, _ = microbatches.backward(scans, incoming, needs, inputs)
-        states = [g.states or () for g in found] if arguments.states else []
+        states = microbatches.of_states(arguments, found)
         rows = [scan.execution.reduce(g.params, arguments.params)
                 for scan, g in zip(scans, found, strict=True)]  # fmt: skip
-        return Arguments(inputs, microbatches.joined(states), microbatches.added(rows))
+        return Arguments(inputs, states, microbatches.added(rows))
 
     def resolve(self, arguments: Arguments[Tensor]) -> Arguments[Tensor]:
         """What the program reads, in place of a prologue."""

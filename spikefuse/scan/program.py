@@ -326,6 +326,16 @@ def prepare(definition: Neuron, backend: str, statics: tuple[Any, ...], kinds: K
         return _by_signature.setdefault(signature, _by_name.setdefault(made.name, made))
 
 
+def check_compiles(definition: Neuron) -> None:
+    """Trace a definition and its derivatives, whatever its tensors are.
+
+    Raises:
+        UnsupportedOperation: kernels do not support an operation.
+    """
+    with _compiling:
+        _without_modes(_trace, definition, dict(kinds_of(definition.values())))
+
+
 def _without_modes(trace: Callable[..., T], *args: Any) -> T:
     """Call a function that traces, outside PyTorch's modes, hooks and transforms."""
     # They belong to the caller's thread, so trace in another.
@@ -351,7 +361,7 @@ def _trace(definition: Neuron, kinds: dict[str, str]) -> tuple[Step, Reverse, Ne
 def skeleton(definition: Neuron) -> Neuron:
     """A copy of a definition that holds none of its tensors, but others of the same dims."""
     values: dict[str, Any] = {
-        name: value if isinstance(value, float) else torch.zeros((1,) * value.ndim)
+        name: value if isinstance(value, float) else torch.zeros((2,) * value.ndim)
         for name, value in definition.values().items()
     }
     copy = bind(definition, values)

@@ -110,7 +110,7 @@ class ExportedStep(nn.Module):
         self.net, self._dim = net, int(net.batch_first)
         fed_back = [m.neuron for m in net.modules() if isinstance(m, Recurrent | Feedback)]
         #: The values at rest by state, by neuron.
-        self._rest: dict[str, dict[str, float]] = {}
+        self._rest: dict[str, dict[str, float | str]] = {}
         for name, neuron in net.neurons().items():
             self._rest[name] = {s: state.initial for s, state in neuron.states.items()}
             if any(neuron is other for other in fed_back):

@@ -50,8 +50,10 @@ EXACT: dict[Any, tuple[Function, ...]] = {
         lambda x, y: (x > 0.5) * (y > x),
         lambda x, y: x * torch.tensor(0.3),
     ),
-    aten.div: (lambda x, y: x / y, lambda x, y: x / 3, lambda x, y: (x > y) / 3.0)
-    + (
+    aten.div: (
+        lambda x, y: x / y,
+        lambda x, y: x / 3,
+        lambda x, y: (x > y) / 3.0,
         lambda x, y: torch.div(near(x), near(y), rounding_mode="floor"),
         lambda x, y: torch.div(x, y, rounding_mode="trunc"),
     ),
