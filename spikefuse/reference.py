@@ -57,11 +57,7 @@ def scan(
             values[name] = channel_view(name, value, like.shape).to(like.device, compute)
     bound = bind(definition, values)
     if state is None:
-        first = like.to(compute)
-        state = first_states(definition, definition.values(), first)
-        if state is None:
-            rest = [s.initial for s in definition.states.values()]
-            state = tuple(torch.full_like(first, value) for value in rest)
+        state = first_states(definition, definition.values(), like.to(compute))
         if weight is not None:
             state = (*state, torch.zeros_like(like))
     states = tuple(s.to(compute) for s in state)

@@ -196,8 +196,9 @@ def _reference(
     norms: tuple[BatchNorm, ...], neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted
 ) -> Results[Tensor]:
     inputs, definition = tuple(arguments.inputs), with_outputs(neuron, wanted.outputs)
-    if not op.is_plain(()) or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        # The norms of torch.nn, which other programs know how to run.
+    is_traced = not op.is_plain(()) or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if is_traced or not inputs[0].numel():
+        # The norms of torch.nn, which other programs know how to run, and which take empty batches.
         normed = [unflatten_steps(norm(flatten_steps(x)), len(x))
                   for norm, x in zip(norms, inputs, strict=False)]  # fmt: skip
         total = reduce(torch.add, (*normed, *inputs[len(norms) :]))

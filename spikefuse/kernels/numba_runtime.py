@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
 
@@ -51,6 +50,7 @@ from spikefuse.kernels.numba_math import (
     sin,
     sqrt,
 )
+from spikefuse.kernels.threads import hold_at_fork, on_thread
 
 __all__ = [
     "add_by_channel",
@@ -85,6 +85,8 @@ try:
     from spikefuse.kernels.numba_cache import cache_of
 except ImportError:  # in a version of Numba that has them elsewhere
     global_compiler_lock, cache_of = threading.RLock(), None  # type: ignore[assignment]
+
+hold_at_fork(global_compiler_lock)
 
 f32 = np.float32
 
@@ -129,8 +131,7 @@ def _on_compiler_thread(compile_: Callable[[Any], Any], signature: Any) -> Any:
         _compiler.is_here = True
         return compile_(signature)
 
-    with ThreadPoolExecutor(1, "spikefuse-compiler") as pool:
-        return pool.submit(run).result()
+    return on_thread(run)
 
 
 # Maximum number of arrays of a kernel; the compiler refuses to emit more.

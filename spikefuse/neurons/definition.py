@@ -282,8 +282,11 @@ def channel_view(name: str, value: Tensor, step_shape: torch.Size) -> Tensor:
     """Reshape a parameter to broadcast over one step `[B, C, ...]`.
 
     Raises:
+        TypeError: it is complex.
         ValueError: neither a scalar, nor one value per channel, nor of the dims after the batch.
     """
+    if value.is_complex():
+        raise TypeError(f"parameter '{name}' is a {value.dtype} tensor: expected real values")
     if value.ndim == 0:
         return value
     inner, is_traced = step_shape[1:], torch.jit.is_tracing()  # type: ignore[attr-defined]
@@ -300,18 +303,21 @@ def channel_view(name: str, value: Tensor, step_shape: torch.Size) -> Tensor:
     return view
 
 
-def first_states(neuron: Neuron, values: dict[str, Any], like: Tensor) -> States | None:
-    """Return the states at rest, of the shape and dtype of `like`; None if all are floats.
+def has_first_states(neuron: type[Neuron]) -> bool:
+    """Return whether attributes hold states at rest, which kernels take as initial states."""
+    return any(isinstance(state.initial, str) for state in neuron.states.values())
+
+
+def first_states(neuron: Neuron, values: dict[str, Any], like: Tensor) -> States:
+    """Return the states at rest, of the shape and dtype of `like`.
 
     Args:
         values: the run-time values of the neuron.
     """
-    initial = [state.initial for state in neuron.states.values()]
-    if all(isinstance(value, float) for value in initial):
-        return None
     states = []
-    for name in initial:
-        value = name if isinstance(name, float) else values.get(name)
+    for state in neuron.states.values():
+        name = state.initial
+        value = values.get(name) if isinstance(name, str) else name
         if value is None:
             raise ValueError(
                 f"{type(neuron).__name__} has no attribute '{name}' with the value at rest that "

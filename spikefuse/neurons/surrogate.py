@@ -422,9 +422,8 @@ class StraightThrough(Surrogate):
     `StraightThrough(cutoff=0.0)` passes gradients only where there is a spike, and
     `Rectangle(-1.0, 1.0)` is the clipped form.
 
-    The gradient through a hard reset has the factor `v_reset - h` at every step, however far `h`
-    is from the threshold. For large inputs it grows exponentially with T, and gradients of
-    float16 inputs overflow: use `detach_reset=True`.
+    The gradient through a hard reset has the factor `v_reset - h`, however large `h` is, at each
+    step, so that gradients of large float16 inputs overflow: use `detach_reset=True`.
 
     Source: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons for
     Conditional Computation", arXiv:1308.3432, 2013.

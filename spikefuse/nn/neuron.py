@@ -10,11 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse import neurons, reference
-from spikefuse.neurons.definition import Neuron, States, first_states, with_outputs
+from spikefuse.neurons.definition import (
+    Neuron,
+    States,
+    first_states,
+    has_first_states,
+    with_outputs,
+)
 from spikefuse.nn.call import Scan, active, mark_binary, wants_bits
 from spikefuse.nn.checkpoint import refuse_recomputation
 from spikefuse.scan import op
 from spikefuse.scan.layout import flatten_steps
+from spikefuse.scan.program import check_compiles
 from spikefuse.scan.records import Arguments, Results, Wanted
 
 IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
@@ -81,15 +88,23 @@ def scan_neuron(neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted) ->
     return results
 
 
+def refusal_of(neuron: Neuron) -> str:
+    """Why kernels cannot run a neuron; "" if they can."""
+    try:
+        check_compiles(neuron)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
 def from_rest(neuron: Neuron, arguments: Arguments[Tensor]) -> Arguments[Tensor]:
     """The arguments with the first states that attributes of the neuron hold, if any do."""
     passing = arguments.passing
     if arguments.states is not None or not (passing is None or passing.is_first):
         return arguments
-    x = arguments.inputs[0]
-    if all(isinstance(s.initial, float) for s in type(neuron).states.values()):
+    if not has_first_states(type(neuron)):
         return arguments
-    like = torch.empty_like(x[0], dtype=torch.float32)
+    like = torch.empty_like(arguments.inputs[0][0], dtype=torch.float32)
     return arguments._replace(states=first_states(neuron, neuron.values(), like))
 
 

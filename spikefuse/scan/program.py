@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import compress
@@ -27,6 +25,7 @@ from spikefuse.compiler import (
 from spikefuse.compiler.adjoint import Reverse, reverse_step
 from spikefuse.compiler.trace import Step, trace_step
 from spikefuse.compiler.variables import KERNELS, Variables
+from spikefuse.kernels.threads import compiling, on_thread
 from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.description import bind
 from spikefuse.scan import cache as files
@@ -209,7 +208,7 @@ class Program:
         # the machine code of a forward kernel of its own.
         key = (*key, (kernel,) if self.backend == "numba" else KERNELS)
         if key not in self.modules:
-            with _compiling:
+            with compiling:
                 self.modules[key] = files.load(self.source(*key), self.step.name, self.backend)
         return getattr(self.modules[key], kernel)
 
@@ -234,8 +233,6 @@ _EMITTERS: dict[tuple[str, bool], type[Variables]] = {
     ("triton", False): emit_triton.TritonEmitter,
     ("triton", True): emit_recurrent_triton.RecurrentTritonEmitter,
 }
-# Neither tracing nor the import of generated source is thread-safe.
-_compiling = threading.RLock()
 _by_signature: dict[tuple[Any, ...], Program] = {}
 _by_name: dict[str, Program] = {}
 
@@ -319,7 +316,7 @@ def prepare(definition: Neuron, backend: str, statics: tuple[Any, ...], kinds: K
     found = _by_signature.get(signature)
     if found is not None:
         return found
-    with _compiling:
+    with compiling:
         step, reverse, model = _without_modes(_trace, definition, dict(kinds))
         used = tuple(dict(kinds)[name] for name in step.params)
         made = Program(step, reverse, backend, used, model)
@@ -332,20 +329,19 @@ def check_compiles(definition: Neuron) -> None:
     Raises:
         UnsupportedOperation: kernels do not support an operation.
     """
-    with _compiling:
+    with compiling:
         _without_modes(_trace, definition, dict(kinds_of(definition.values())))
 
 
 def _without_modes(trace: Callable[..., T], *args: Any) -> T:
     """Call a function that traces, outside PyTorch's modes, hooks and transforms."""
     # They belong to the caller's thread, so trace in another.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(trace, *args).result()
+    return on_thread(trace, *args)
 
 
 def traced(definition: Neuron) -> Step:
     """One step of a definition, without its derivatives; see `trace_step`."""
-    with _compiling:
+    with compiling:
         return _without_modes(trace_step, definition)
 
 

@@ -155,3 +155,11 @@ def test_states_as_a_tuple_of_arguments():
 
             def step(self, *states):
                 return states[0], states
+
+
+def test_complex_parameters_are_refused():
+    lif = LIF()
+    lif.decay = torch.tensor(0.5 + 1j)
+    for impl in ("numba", "reference"):
+        with pytest.raises(TypeError, match=r"'decay' is a torch\.complex64 tensor: expected real"):
+            lif(torch.ones(2, 1, 1), impl=impl)

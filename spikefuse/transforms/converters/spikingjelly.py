@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spikefuse._torch import gradients
-from spikefuse.compiler import UnsupportedOperation
 from spikefuse.neurons import (
     CLIF,
     EIF,
@@ -31,8 +30,8 @@ from spikefuse.neurons.learnable import Learnable
 from spikefuse.neurons.lif import decay_from_tau
 from spikefuse.nn.call import active
 from spikefuse.nn.feedback import Feedback
+from spikefuse.nn.neuron import refusal_of
 from spikefuse.nn.recurrent import Recurrent
-from spikefuse.scan.program import check_compiles
 from spikefuse.transforms.converters.common import (
     FOLDED,
     SEQUENCE,
@@ -88,12 +87,14 @@ def surrogate_of(function: Any) -> S.Surrogate:
     try:
         names = list(inspect.signature(kind.spiking_function).parameters)[1:]
         made = Differentiated(kind, **{name: getattr(function, name) for name in names})
-        check_compiles(IF(surrogate=made))
-    except (AttributeError, TypeError, UnsupportedOperation) as error:
+        reason = refusal_of(IF(surrogate=made))
+    except (AttributeError, TypeError) as error:
+        reason = str(error)
+    if reason:
         raise Refusal(
-            f"its surrogate {kind.__name__} can't be compiled ({error}): use one of "
+            f"its surrogate {kind.__name__} can't be compiled ({reason}): use one of "
             f"{', '.join(SURROGATES)}, or a spikefuse.surrogate.Custom as surrogate_function"
-        ) from None
+        )
     return made
 
 
