@@ -63,7 +63,9 @@ class Neuron(Holder):
     - `float`, tensor, `nn.Parameter`, `Learnable`: run-time float32 values. A new value does not
       recompile. In `step` they are tensors, so they cannot steer Python control flow. A tensor has
       one value, or one per channel `[C]` (dim 2 of `[T, B, C, ...]`), or as many dims as a sample,
-      over which it broadcasts: `[C, H, W]` for each neuron, `[1, D]` for the last dim of tokens.
+      over which it broadcasts: `[C, H, W]` for each neuron, `[1, D]` for the last dim of tokens;
+      or as many as the input, as `[T, 1, 1]` for each step of `[T, B, F]`, which takes the memory
+      of one more input.
     - `bool`, `int`, `str`, `None`, tuples of these, and class attributes (`leak = 0.5`) that no
       instance attribute hides: constants. `step` may branch on them; a new value compiles a new
       kernel.
@@ -117,6 +119,8 @@ class Neuron(Holder):
     _selected: tuple[str, ...] = ()
     #: The declared states by name, those of base classes first.
     states: ClassVar[dict[str, State]] = {}
+    #: Whether attributes hold states at rest, which kernels take as initial states.
+    has_first_states: ClassVar[bool] = False
     #: Names of the inputs: the arguments of `step` before the states.
     input_names: ClassVar[tuple[str, ...]] = ()
 
@@ -127,6 +131,7 @@ class Neuron(Holder):
                 raise TypeError(f"{cls.__name__}.{name} is the class State: write State()")
         bases = reversed(cls.__mro__)
         cls.states = {n: s for base in bases for n, s in vars(base).items() if isinstance(s, State)}
+        cls.has_first_states = any(isinstance(s.initial, str) for s in cls.states.values())
         if cls.step is not Neuron.step:
             cls.input_names = _input_names(cls)
 
@@ -278,12 +283,17 @@ def _like(value: Tensor, like: Tensor) -> Tensor:
     return value if value.ndim == like.ndim else value.expand(like.shape)
 
 
+class ValuePerStep(ValueError):
+    """A parameter has as many dims as the input, so that it has a value per time step."""
+
+
 def channel_view(name: str, value: Tensor, step_shape: torch.Size) -> Tensor:
     """Reshape a parameter to broadcast over one step `[B, C, ...]`.
 
     Raises:
         TypeError: it is complex.
-        ValueError: neither a scalar, nor one value per channel, nor of the dims after the batch.
+        ValueError: neither a scalar, nor one value per channel, nor of the dims after the batch;
+            `ValuePerStep` with as many dims as the input.
     """
     if value.is_complex():
         raise TypeError(f"parameter '{name}' is a {value.dtype} tensor: expected real values")
@@ -295,17 +305,13 @@ def channel_view(name: str, value: Tensor, step_shape: torch.Size) -> Tensor:
     fits = len(view.shape) == len(inner) and (is_traced or all(n in (1, m) for n, m in pairs))
     if not fits or (value.ndim == 1 and not is_traced and value.shape[0] != inner[0]):
         channels = inner[0] if inner else "none"
-        raise ValueError(
+        kind = ValuePerStep if value.ndim == len(step_shape) + 1 else ValueError
+        raise kind(
             f"parameter '{name}' has shape {list(value.shape)}: expected a scalar, one value per "
             f"channel (dim 2 of [T, B, C, ...]; this input has C = {channels}), or a shape that "
             f"broadcasts over the dims after the batch, {list(inner)}, with as many dims"
         )
     return view
-
-
-def has_first_states(neuron: type[Neuron]) -> bool:
-    """Return whether attributes hold states at rest, which kernels take as initial states."""
-    return any(isinstance(state.initial, str) for state in neuron.states.values())
 
 
 def first_states(neuron: Neuron, values: dict[str, Any], like: Tensor) -> States:

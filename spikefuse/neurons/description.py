@@ -139,7 +139,12 @@ def _classes(module: nn.Module) -> Iterator[type]:
 
 def class_constants(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the constants of a module's classes that no instance attribute hides."""
-    hidden = {"states", "input_names", *(name for name, _ in _attributes(module))}
+    hidden = {
+        "states",
+        "input_names",
+        "has_first_states",
+        *(name for name, _ in _attributes(module)),
+    }
     for cls in _classes(module):
         for name, value in vars(cls).items():
             if name not in hidden and not name.startswith("__"):

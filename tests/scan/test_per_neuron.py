@@ -127,3 +127,39 @@ def test_wrong_initial_values():
         Rested(None)(drawn(C))
     with pytest.raises(ValueError, match=r"'rest' has shape \[3\]"):
         Rested(torch.ones(3))(drawn(C))
+
+
+STEPS = [(6, 1, 1, 1, 1), (6, 1, C, 1, 1), (6, 1, C, H, W)]
+
+
+@pytest.mark.parametrize("shape", STEPS, ids=str)
+def test_a_value_per_step(shape, backends):
+    decay = nn.Parameter(torch.linspace(0.5, 0.9, torch.Size(shape).numel()).view(shape))
+    layer, x = sf.LIF(decay, nn.Parameter(torch.linspace(0.6, 1.1, C))), drawn(C, H, W)
+    compare(layer, x, backends)
+    state, steps = None, []
+    for value, step in zip(layer.decay.detach(), x.to(backends.device), strict=True):
+        single = sf.LIF(value[0], layer.threshold.detach())
+        y, state = single(step[None], state=state, return_state=True, impl="reference")
+        steps.append(y)
+    for impl in (*backends.impls, "reference"):
+        half = x.to(backends.device, torch.bfloat16)
+        assert layer(half, impl=impl).dtype == torch.bfloat16
+        assert torch.equal(layer(x.to(backends.device), impl=impl), torch.cat(steps))
+
+
+def test_a_value_per_step_in_networks():
+    neuron, x = sf.LIF(nn.Parameter(torch.linspace(0.1, 0.9, 6).view(6, 1, 1))), drawn(C)
+    y, v = neuron(x, outputs=("spikes", "v"))
+    assert torch.equal(v, neuron(x, outputs=("v",), impl="reference")[0])
+    assert torch.equal(torch.compile(neuron, backend="aot_eager")(x), y)
+    net = sf.Temporal(nn.Sequential(nn.Linear(C, C), neuron))
+    assert torch.equal(net(x), neuron(net.net[0](x)))
+
+
+@pytest.mark.parametrize("shape", [(5, 1, 1, 1, 1), (6, 3, 1, 1, 1), (6, 1, 2, 1, 1)], ids=str)
+def test_wrong_numbers_of_steps(shape):
+    for impl in ("numba", "reference"):
+        match = r"'decay' has shape .* must broadcast to \[6, 1, 4, 5, 2\]"
+        with pytest.raises(ValueError, match=match):
+            sf.LIF(torch.full(shape, 0.5))(drawn(C, H, W), impl=impl)
