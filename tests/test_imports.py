@@ -67,6 +67,7 @@ ORDER = {
         "execution",
         "microbatches",
         "double_backward",
+        "per_neuron",
         "op",
         "recurrent",
     ],
@@ -96,6 +97,7 @@ ORDER = {
     ],
     "kernels": [
         "file_lock",
+        "threads",
         "cache_folder",
         "channels",
         "numba_math",

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
 
@@ -38,23 +37,43 @@ from numba.extending import intrinsic
 
 from spikefuse.kernels.cache_folder import private_directory
 from spikefuse.kernels.file_lock import locked
-from spikefuse.kernels.numba_math import exp, floor, fma, log, sigmoid, sqrt
+from spikefuse.kernels.numba_math import (
+    cos,
+    erf,
+    exp,
+    floor,
+    fma,
+    fmod,
+    log,
+    log2,
+    round_even,
+    sigmoid,
+    sin,
+    sqrt,
+)
+from spikefuse.kernels.threads import hold_at_fork, on_thread
 
 __all__ = [
     "add_by_channel",
     "channel_rows",
+    "cos",
+    "erf",
     "exp",
     "f32",
     "fence",
     "fill_row",
     "floor",
     "fma",
+    "fmod",
     "global_compiler_lock",
     "kernel",
     "load",
     "load_row",
     "log",
+    "log2",
+    "round_even",
     "sigmoid",
+    "sin",
     "sqrt",
     "store",
     "store_row",
@@ -67,6 +86,8 @@ try:
     from spikefuse.kernels.numba_cache import cache_of
 except ImportError:  # in a version of Numba that has them elsewhere
     global_compiler_lock, cache_of = threading.RLock(), None  # type: ignore[assignment]
+
+hold_at_fork(global_compiler_lock)
 
 f32 = np.float32
 
@@ -117,8 +138,7 @@ def _on_compiler_thread(compile_: Callable[[Any], Any], signature: Any) -> Any:
         _compiler.is_here = True
         return compile_(signature)
 
-    with ThreadPoolExecutor(1, "spikefuse-compiler") as pool:
-        return pool.submit(run).result()
+    return on_thread(run)
 
 
 # Maximum number of arrays of a kernel; the compiler refuses to emit more.

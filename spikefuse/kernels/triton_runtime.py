@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.kernels.cache_folder import check_foreign
+from spikefuse.kernels.threads import enough_stack
 
 # With 80 registers per thread, 12 blocks of a backward kernel share a multiprocessor. In half
 # precision, a kernel that needs up to 104 is faster when it is limited to 80.
@@ -95,7 +96,7 @@ class TritonLaunch:
             self.is_ahead, arguments = True, [*sequences, *states, *sums, *params]
             kinds = [x.dtype if isinstance(x, Tensor) else x for x in arguments]
             # When Python exits, threads take no more work.
-            with suppress(RuntimeError):
+            with suppress(RuntimeError), enough_stack():
                 _compilers().submit(self._compile, kinds)
 
     def _compile(self, kinds: Sequence[Any]) -> None:
@@ -243,7 +244,7 @@ def prepare() -> None:
     Triton loads its driver, and hashes its own files, 400 MB: the hash is part of the keys of its
     cache.
     """
-    with suppress(RuntimeError):
+    with suppress(RuntimeError), enough_stack():
         _compilers().submit(_prepare)
 
 

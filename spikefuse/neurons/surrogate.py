@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spikefuse.neurons.description import Description, bind
 from spikefuse.neurons.learnable import Learnable
-from spikefuse.neurons.parameters import Holder, Value, number, positive
+from spikefuse.neurons.parameters import NUMBERS, Holder, Value, number, positive
 
 __all__ = [
     "Arctan",
@@ -279,7 +279,7 @@ class Rectangle(Surrogate):
         self, left: Value = -0.5, right: Value = 0.5, height: Value = 1.0, *, cutoff: Cutoff = None
     ) -> None:
         super().__init__(cutoff)
-        numbers = [bound for bound in (left, right) if isinstance(bound, int | float)]
+        numbers = [bound for bound in (left, right) if isinstance(bound, NUMBERS)]
         if not all(map(math.isfinite, numbers)) or (len(numbers) == 2 and numbers[0] >= numbers[1]):
             raise ValueError(f"left, right are {left!r}, {right!r}: expected finite, left < right")
         self.left, self.right = number("left", left), number("right", right)
@@ -421,6 +421,9 @@ class StraightThrough(Surrogate):
 
     `StraightThrough(cutoff=0.0)` passes gradients only where there is a spike, and
     `Rectangle(-1.0, 1.0)` is the clipped form.
+
+    The gradient through a hard reset has the factor `v_reset - h`, however large `h` is, at each
+    step, so that gradients of large float16 inputs overflow: use `detach_reset=True`.
 
     Source: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons for
     Conditional Computation", arXiv:1308.3432, 2013.

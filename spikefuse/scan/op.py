@@ -26,7 +26,8 @@ from spikefuse.scan import microbatches
 from spikefuse.scan.double_backward import no_double_backward, refuse_double_backward
 from spikefuse.scan.execution import Execution, execution_of
 from spikefuse.scan.microbatches import Gradients
-from spikefuse.scan.program import Kinds, Variant, kinds_of, prepare, sizes_of
+from spikefuse.scan.per_neuron import flattened
+from spikefuse.scan.program import Kinds, Variant, kinds_of, prepare, requires_grad, sizes_of
 from spikefuse.scan.records import Arguments, MaybeTensors, Results, Tensors, Wanted
 from spikefuse.scan.state_passing import StatePassing
 
@@ -57,7 +58,11 @@ def scan(definition: Neuron, arguments: Arguments[Tensor], wanted: Wanted) -> Re
         known = definition.description().cache.get((wanted.impl, wanted.outputs))
     program, scalars, params = known or choose(definition, inputs[0], wanted)
     call = Call(program, scalars, passing)
-    return execute(call, Arguments(inputs, states, params, (), scalars, passing), wanted)
+    arguments = Arguments(inputs, states, params, (), scalars, passing)
+    if params and max(map(Tensor.dim, params)) > 1:
+        arguments, restore = flattened(arguments)
+        return restore(execute(call, arguments, wanted))
+    return execute(call, arguments, wanted)
 
 
 def run(program: str, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
@@ -84,6 +89,8 @@ class Call:
     op: ClassVar[str] = "scan"
     #: The number of first tensors in whose place backward reads what forward has saved.
     replaced: ClassVar[int] = 0
+    #: Whether a step reads the first output of the step before, whose start is the last state.
+    feeds_back: ClassVar[bool] = False
 
     def flatten(self, arguments: Arguments[T]) -> list[T]:
         """All tensors of the arguments."""
@@ -139,10 +146,10 @@ class Call:
         inputs = execution.new_gradients(Arguments(needs.inputs)).inputs
         scans = microbatches.split(execution, arguments, saved)
         found, _ = microbatches.backward(scans, incoming, needs, inputs)
-        states = [g.states or () for g in found] if arguments.states else []
+        states = microbatches.of_states(arguments, found)
         rows = [scan.execution.reduce(g.params, arguments.params)
                 for scan, g in zip(scans, found, strict=True)]  # fmt: skip
-        return Arguments(inputs, microbatches.joined(states), microbatches.added(rows))
+        return Arguments(inputs, states, microbatches.added(rows))
 
     def resolve(self, arguments: Arguments[Tensor]) -> Arguments[Tensor]:
         """What the program reads, in place of a prologue."""
@@ -191,16 +198,37 @@ def execute(call: Call, arguments: Arguments[Tensor], wanted: Wanted) -> Results
         found = run_op(call.program, *groups, prologue, list(call.scalars), *options)
         binary, num_states = sizes_of(call.program)
         end = len(binary) + (num_states if wanted.final else 0)
+        found = detached(call, arguments, found[:end]) if needed else found[:end]
         known = () if torch.compiler.is_compiling() else binary  # a graph knows no values
-        return Results(found[: len(binary)], found[len(binary) : end], binary=known)
+        return Results(found[: len(binary)], found[len(binary) :], binary=known)
     if call.passing is not None and torch.compiler.is_compiling():
         return torch.compiler.disable(execute)(call, arguments, wanted)
     if not needed:
         return call.forward(arguments, Wanted(wanted.final, wanted.bits, save=False))
     *found, bits = _apply(call, arguments, wanted, *tensors)
     assert call.execution is not None
-    num, binary = call.execution.num_outputs, call.execution.program.step.binary
+    program = call.execution.program
+    if not (program.follows_input and tensors[0].requires_grad):
+        found = detached(call, arguments, found)
+    num, binary = call.execution.num_outputs, program.step.binary
     return Results(found[:num], found[num:], (), bits, binary)
+
+
+def detached(call: Call, arguments: Arguments[Tensor], results: Tensors) -> Tensors:
+    """Outputs and final states, detached where those of the eager loop require no gradient."""
+    inputs, states, params, prologue, *_ = [
+        tuple([t.requires_grad for t in group or ()]) for group in arguments[:4]
+    ]
+    if True in prologue:  # part of the first input
+        inputs = True, *inputs[1:]
+    # More steps change nothing. Processes that pass states must agree.
+    num_steps, enough = len(arguments.inputs[0]), sizes_of(call.program)[1] + 2
+    if num_steps > enough or call.passing is not None:
+        num_steps = enough
+    needs = requires_grad(call.program, inputs, states, params, num_steps, call.feeds_back)
+    if all(needs):
+        return results
+    return [x if need else x.detach() for x, need in zip(results, needs, strict=False)]
 
 
 def call_untraced(function: Callable[..., T], *args: Any) -> T:

@@ -65,6 +65,7 @@ class RecurrentCall(Call):
 
     op = "recurrent"
     replaced = 1
+    feeds_back = True
 
     def forward(
         self, arguments: Arguments[Tensor], wanted: Wanted, ahead: bool = False

@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+from spikefuse.neurons.parameters import NUMBERS
 from spikefuse.neurons.surrogate import Surrogate
 
 
@@ -71,7 +72,7 @@ def check_dt(dt: float) -> float:
     Raises:
         TypeError, ValueError: it is not a positive finite number.
     """
-    if isinstance(dt, bool) or not isinstance(dt, int | float):
+    if isinstance(dt, bool) or not isinstance(dt, NUMBERS):
         raise TypeError(f"dt is {dt!r}: expected the duration of a time step, a number")
     if not 0 < dt < math.inf:
         raise ValueError(f"dt is {dt!r}: expected a positive finite number")
