@@ -7,8 +7,10 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 
 import spikefuse as sf
+from spikefuse.nn import neuron as calls
 from spikefuse.testing import assert_matches_reference, make_input
 from tests.definitions import DEFINITIONS, make
 
@@ -365,3 +367,35 @@ def test_a_loss_on_the_membrane():
     assert losses[-1] < 0.8 * losses[0]
     expected, found = net(x, impl="reference"), net(x)
     assert all(map(torch.equal, found, expected))
+
+
+def forgetful() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), sf.LIF(), nn.Linear(5, 2))
+
+
+def test_a_network_without_temporal_warns_once(monkeypatch):
+    monkeypatch.setattr(calls, "warned", set())
+    net, x = forgetful(), torch.rand(4, 3)
+    with pytest.warns(UserWarning, match=r"read.* dim 0 .* as time.*net = spikefuse.Temporal"):
+        net(x)
+    net(x)
+
+
+def test_a_compiled_network_without_temporal_warns(monkeypatch):
+    monkeypatch.setattr(calls, "warned", set())
+    net = torch.compile(forgetful(), backend="eager", fullgraph=True)
+    with pytest.warns(UserWarning, match="read.* dim 0 .* as time"):
+        net(torch.rand(4, 3))
+
+
+def test_calls_on_sequences_do_not_warn(monkeypatch):
+    monkeypatch.setattr(calls, "warned", set())
+    net, x, step = forgetful(), torch.rand(4, 1, 3), torch.rand(4, 3)
+    net(x)
+    sf.Temporal(net)(x)
+    sf.Stream(net)(step)
+    net.eval()(step)
+    with torch.no_grad():
+        net.train()(step)
+    sf.LIF()(step)
+    sf.LIF()(step.clone().requires_grad_(), return_state=True)

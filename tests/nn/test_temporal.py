@@ -401,6 +401,41 @@ def test_errors_name_how_the_input_was_read():
         net(x)
 
 
+ATTENTION = {
+    "TransformerEncoderLayer": lambda **kw: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, **kw),
+    "MultiheadAttention": lambda **kw: nn.MultiheadAttention(6, 2, **kw),
+    "TransformerDecoderLayer": lambda **kw: nn.TransformerDecoderLayer(6, 2, 12, **kw),
+}
+
+
+@pytest.mark.parametrize("layer", ATTENTION)
+def test_attention_along_steps_and_samples_is_refused(layer):
+    net = nn.Sequential(nn.Linear(6, 6), ATTENTION[layer]())
+    message = r"layer '1.*' \(MultiheadAttention\) has batch_first=False.*with batch_first=True"
+    with pytest.raises(ValueError, match=message):
+        sf.Temporal(net)(X[:, :, None])
+    with pytest.raises(ValueError, match=message):
+        sf.Stream(net)(X[0, :, None])
+
+
+def test_attention_among_tokens():
+    torch.manual_seed(0)
+    net = ATTENTION["TransformerEncoderLayer"](batch_first=True).eval()
+    x = torch.rand(4, 2, 3, 6)
+    for actual, step in zip(sf.Temporal(net)(x), x, strict=True):
+        torch.testing.assert_close(actual, net(step))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Softmax(0), nn.LogSoftmax(), nn.Softmin(0), nn.GLU(0)], ids=str
+)
+def test_layers_along_dim_0_are_refused(layer):
+    with pytest.raises(ValueError, match=rf"layer '1.0' .* has dim={layer.dim}, but dim 0 has"):
+        sf.Temporal(nn.Sequential(nn.Linear(6, 6), nn.Sequential(layer)))
+    # Another module may call it with something else.
+    sf.Temporal(nn.Sequential(nn.Linear(6, 6), nn.ModuleDict({"routes": layer})))
+
+
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_recurrent_layers_are_refused(layer):
     net = sf.Temporal(nn.Sequential(nn.Linear(6, 6), nn.ModuleDict({"rnn": layer(6, 6)})))
