@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -69,9 +70,10 @@ class Record(Mapping[str, dict[str, Any]]):
 
     @property
     def rates(self) -> dict[str, float]:
-        """The share of neurons that fire in a step, by layer of neurons."""
-        spikes = self.of().items()
-        return {name: (s.detach() != 0).float().mean().item() for name, s in spikes}
+        """The share of neurons that fire in a step, by layer of neurons. Layers whose outputs are
+        not spikes, such as the potentials of `LI`, have none."""
+        spikes = {name: s.detach() for name, s in self.of().items() if are_spikes(s)}
+        return {name: firing_rate(s) for name, s in spikes.items()}
 
     def __repr__(self) -> str:
         def shown(x: Any) -> str:
@@ -124,6 +126,8 @@ def record(
     network, and rounds as it does. Only calls in this thread are recorded, and one thread records
     at a time; replays of CUDA graphs are not recorded, nor are second runs of a checkpoint in
     backward. A process that holds some of the time steps, or some of the neurons, records its own.
+
+    A recorded neuron that reads NaN warns, since it gives no spike for NaN.
 
     Args:
         net: any module; names are those of `net.named_modules()`.
@@ -195,6 +199,7 @@ class _RecordObserver(ModuleObserver):
         name = self._neurons.get(neuron)
         if name is None:
             return super().scan(neuron, scan, arguments, wanted)
+        self._warn_of_nan(neuron, name, arguments)
         labels = self._labels_of(neuron, arguments)
         returned = wanted.outputs or labels
         recorded = [*(labels if SPIKES in self.states else ())]
@@ -209,6 +214,15 @@ class _RecordObserver(ModuleObserver):
             for state in recorded:
                 values[state] = self._value(name, found[state], copy=state in returned)
         return results._replace(outputs=results.outputs[: len(returned)])
+
+    def _warn_of_nan(self, neuron: Neuron, name: str, arguments: Arguments[Tensor]) -> None:
+        values = {"inputs": arguments.inputs, "initial states": arguments.states or ()}
+        for kind, tensors in {**values, "parameters": list(neuron.parameters())}.items():
+            if any(bool(x.isnan().any()) for x in tensors):
+                warnings.warn(
+                    f"{name!r} has NaN in its {kind}, for which neurons give no spikes",
+                    stacklevel=2,
+                )
 
     def _labels_of(self, neuron: Neuron, arguments: Arguments[Tensor]) -> tuple[str, ...]:
         """The names of what `step` returns, from one step of one sample."""
@@ -244,6 +258,16 @@ class _RecordObserver(ModuleObserver):
         if y.ndim and y.stride(0) == 0 and len(y):  # the same at each step
             return y[:1].clone().expand_as(y)
         return y.clone()
+
+
+def are_spikes(y: Tensor) -> bool:
+    """Whether the outputs of a neuron are spikes, whole numbers, instead of potentials."""
+    return bool((y == y.round()).all())
+
+
+def firing_rate(spikes: Tensor) -> float:
+    """Return the share of the neurons that fire in a step."""
+    return (spikes != 0).float().mean().item()
 
 
 def _selected(kind: str, patterns: Names, names: Mapping[str, nn.Module]) -> list[str]:

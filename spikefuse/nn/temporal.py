@@ -21,8 +21,11 @@ from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import refuse_export
 from spikefuse.scan.state_passing import StatePassing
 
+#: Layers that remember something from one call to the next.
+RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
 #: Layers that may read dim 0 as a sequence.
-SEQUENTIAL = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+SEQUENTIAL = (*RECURRENT, nn.MultiheadAttention)
 
 #: Layers that compute along their dim `dim`, which is dim 0 for some inputs if it is None.
 ALONG_DIM = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU, nn.CosineSimilarity)

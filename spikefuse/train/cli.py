@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output, such as head, has all it wants
         output.flush()
         return FAILURE
-    except OSError as error:
+    except (OSError, FloatingPointError) as error:
         output.flush()
         output.complain(f"{command}: error: {error}")
         return FAILURE

@@ -47,6 +47,25 @@ def by_hand(x: torch.Tensor, decay: float, threshold: float) -> tuple[torch.Tens
     return torch.stack(spikes), torch.stack(potentials)
 
 
+def test_rates_are_those_of_spikes():
+    net = sf.Temporal(nn.Sequential(sf.TernaryLIF(threshold=0.5), nn.Linear(4, 2), sf.LI()))
+    with sf.record(net) as record:
+        net(torch.randn(6, 2, 4))
+    spikes = record["net.0"]["spikes"]
+    assert spikes.min() == -1
+    assert record.rates == {"net.0": pytest.approx((spikes != 0).float().mean().item())}
+
+
+def test_nan_is_reported():
+    net, x = sf.Temporal(nn.Sequential(nn.Linear(4, 2), sf.PLIF())), torch.rand(3, 1, 4)
+    with sf.record(net), pytest.warns(UserWarning, match="'net.1' has NaN in its inputs, for"):
+        assert not net(x.where(x > x.min(), torch.nan))[0].isnan().any()
+    for p in net.net[1].parameters():
+        p.data.fill_(torch.nan)
+    with sf.record(net), pytest.warns(UserWarning, match="'net.1' has NaN in its parameters"):
+        net(x)
+
+
 @pytest.mark.parametrize("impl", ["numba", "reference", "triton"])
 def test_values_are_those_of_a_loop(impl: str) -> None:
     net, x = make_net(norm=False), images()
