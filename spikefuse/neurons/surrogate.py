@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.description import Description, bind
 from spikefuse.neurons.learnable import Learnable
-from spikefuse.neurons.parameters import Holder, Value, number, positive
+from spikefuse.neurons.parameters import Holder, Value, evaluated, number, positive
 
 __all__ = [
     "Arctan",
@@ -107,9 +106,9 @@ class Surrogate(Holder):
         return name != "cutoff" and type(self).primal is not Surrogate.primal
 
     def forward(self, u: Tensor) -> Tensor:
-        if any(isinstance(child, Learnable) for child in self.children()):
+        if any(isinstance(module, Learnable) for module in self.modules()):
             # Called without a neuron, which would have evaluated it.
-            return bind(self, Description(self).values(self)).forward(u)
+            return evaluated(self).forward(u)
         learned = list(self._learned()) if torch.is_grad_enabled() else []
         for name in learned:
             if not self.learns(name):
