@@ -42,21 +42,21 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
     Args:
         net: a `Temporal`, or any module that contains `Temporal` containers or neurons.
         step: return a module that computes one time step with explicit states:
-            `forward(x, *states) -> (y, *new_states)`, with `x` and `y` `[B, ...]`. Needs a
-            `Temporal` with one input.
+            `forward(x, *states) -> (y, *new_states)`, with `x` and `y` `[B, ...]`. It is that of
+            the `Temporal` in `net`, which has one input, without what is around it.
 
     Returns:
         An `nn.Module` that is independent of `net` and called like it; with `step` an
         `ExportedStep`.
 
     Raises:
-        TypeError: `net` is not a module, is not a `Temporal` with `step`, or has a layer without
-            an equivalent in plain operators: an `EventLinear` or a compiled module.
+        TypeError: `net` is not a module, has no `Temporal` or several with `step`, or has a layer
+            without an equivalent in plain operators: an `EventLinear` or a compiled module.
         ValueError: the time of `net` is sharded.
     """
     check_module("net", net)
-    if step and not isinstance(net, Temporal):
-        raise TypeError(f"net is a {type(net).__name__}: expected a Temporal with step=True")
+    if step:
+        net = _container(net)
     for name, module in net.named_modules():
         _check(name, module)
     result = copy.deepcopy(net).eval().requires_grad_(False)
@@ -76,6 +76,17 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
     if isinstance(result, Temporal):
         result = ExportedStep(result) if step else ExportedTemporal(result)
     return result.eval()
+
+
+def _container(net: nn.Module) -> Temporal:
+    """Return the only `Temporal` in `net`."""
+    found = [module for module in net.modules() if isinstance(module, Temporal)]
+    if len(found) != 1:
+        raise TypeError(
+            f"net is a {type(net).__name__} with {len(found)} Temporal containers: expected a "
+            "Temporal, or a module with one, with step=True"
+        )
+    return found[0]
 
 
 class ExportedTemporal(nn.Module):
@@ -99,6 +110,8 @@ class ExportedStep(nn.Module):
     Attributes:
         state_names: the names of the states in their order, such as "2.v" for the state `v` of the
             neuron `2` of the network.
+        input_names, output_names: those of the arguments and of the results of a network with a
+            single output, "output" and "next.2.v", for `torch.onnx.export`.
 
     Raises:
         TypeError: the number of states is wrong.
@@ -116,6 +129,8 @@ class ExportedStep(nn.Module):
             if any(neuron is other for other in fed_back):
                 self._rest[name]["spikes"] = 0.0
         self.state_names = tuple(f"{n}.{s}" for n, rest in self._rest.items() for s in rest)
+        self.input_names = ("x", *self.state_names)
+        self.output_names = ("output", *(f"next.{name}" for name in self.state_names))
 
     def forward(self, x: Tensor, *states: Tensor) -> tuple[Any, ...]:
         state = None
