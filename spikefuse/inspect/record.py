@@ -16,7 +16,7 @@ from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import label
 from spikefuse.inspect.observer import ModuleObserver
-from spikefuse.neurons.definition import Neuron
+from spikefuse.neurons.definition import Neuron, UnknownOutput
 from spikefuse.nn.call import Scan, active
 from spikefuse.nn.checkpoint import is_recomputed
 from spikefuse.nn.nesting import map_tensors
@@ -24,7 +24,7 @@ from spikefuse.nn.neuron import scan_neuron
 from spikefuse.scan.layout import unflatten_steps
 from spikefuse.scan.records import Arguments, Results, Wanted
 
-SPIKES, OUTPUT = "spikes", "output"
+SPIKES, POTENTIAL, OUTPUT = "spikes", "h", "output"
 Names = str | Iterable[str]
 
 
@@ -133,8 +133,8 @@ def record(
         net: any module; names are those of `net.named_modules()`.
         neurons: names of neurons, as patterns of `fnmatch`, one or several.
         states: "spikes" for the output of `step` (recorded as "output0", "output1", ... if it has
-            several), and names of declared states; each neuron records those that it has. Neurons
-            of an `EventLinear` have their spikes only.
+            several), names of declared states, and "h" for the potential before the reset; each
+            neuron records those that it has. Neurons of an `EventLinear` have their spikes only.
         layers: names of other modules, as patterns; their results are recorded as "output". Inside
             `Temporal`, tensors are unfolded to `[T, B, ...]`.
         grad: whether values keep their history, for a loss on them. Otherwise they are copies
@@ -172,11 +172,15 @@ class _RecordObserver(ModuleObserver):
             if isinstance(m, EventLinear) and m.neuron in self._neurons
         }
         self._check_states()
-        # By neuron, the names of what its step returns.
-        self._labels: dict[Neuron, tuple[str, ...]] = {}
+        # By neuron, the names of what its step returns, and those of `states` that it has.
+        self._labels: dict[Neuron, tuple[tuple[str, ...], list[str]]] = {}
 
     def _check_states(self) -> None:
-        names = {SPIKES, *(state for neuron in self._neurons for state in type(neuron).states)}
+        names = {
+            SPIKES,
+            POTENTIAL,
+            *(state for neuron in self._neurons for state in type(neuron).states),
+        }
         for state in self.states if self._neurons else ():
             if state not in names:
                 raise ValueError(
@@ -200,10 +204,10 @@ class _RecordObserver(ModuleObserver):
         if name is None:
             return super().scan(neuron, scan, arguments, wanted)
         self._warn_of_nan(neuron, name, arguments)
-        labels = self._labels_of(neuron, arguments)
+        labels, states = self._labels_of(neuron, arguments)
         returned = wanted.outputs or labels
         recorded = [*(labels if SPIKES in self.states else ())]
-        recorded += [s for s in self.states if s in type(neuron).states and s not in recorded]
+        recorded += [s for s in states if s not in recorded]
         further = tuple(s for s in recorded if s not in returned)
         if further:
             wanted = wanted._replace(outputs=(*returned, *further))
@@ -224,16 +228,23 @@ class _RecordObserver(ModuleObserver):
                     stacklevel=2,
                 )
 
-    def _labels_of(self, neuron: Neuron, arguments: Arguments[Tensor]) -> tuple[str, ...]:
-        """The names of what `step` returns, from one step of one sample."""
+    def _labels_of(
+        self, neuron: Neuron, arguments: Arguments[Tensor]
+    ) -> tuple[tuple[str, ...], list[str]]:
+        """The names of what `step` returns, and of the states to record, from a single step."""
         if neuron not in self._labels:
+            # Without the residual of a block.
+            inputs = arguments.inputs[: len(type(neuron).input_names)]
+            step = Arguments([x[:1, :1].detach() for x in inputs])
+            states = [s for s in self.states if s in type(neuron).states]
             with torch.no_grad():
-                # Without the residual of a block.
-                inputs = arguments.inputs[: len(type(neuron).input_names)]
-                step = Arguments([x[:1, :1].detach() for x in inputs])
                 number = len(scan_neuron(neuron, step, Wanted(impl="reference")).outputs)
+                if POTENTIAL in self.states and POTENTIAL not in states:
+                    with contextlib.suppress(UnknownOutput):
+                        scan_neuron(neuron, step, Wanted(outputs=(POTENTIAL,), impl="reference"))
+                        states.append(POTENTIAL)
             several = tuple(f"output{i}" for i in range(number))
-            self._labels[neuron] = (SPIKES,) if number == 1 else several
+            self._labels[neuron] = ((SPIKES,) if number == 1 else several), states
         return self._labels[neuron]
 
     def leave(self, module: nn.Module, output: Any) -> None:

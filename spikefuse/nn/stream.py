@@ -58,7 +58,8 @@ class Stream:
     @property
     def state(self) -> dict[str, States] | None:
         """The states after the last step, a dict from each neuron's name to its tuple of states;
-        None at rest. It has the form of `Temporal`'s and can be exchanged with it.
+        None at rest. It has the form of `Temporal`'s, with names such as "net.1", and can be
+        exchanged with it.
 
         A step does not change the tensors of the state before it.
         """

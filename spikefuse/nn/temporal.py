@@ -93,9 +93,10 @@ class Temporal(nn.Module):
             they are. Time sharding takes
             one tensor among the arguments.
         state: the state that an earlier call returned, or None to start from rest.
-        return_state: also return the final state, a dict from each neuron's name in `net` to its
-            tuple of states; passed as `state=` to the next call, it continues the sequence. A
-            neuron that was not called has the state that it began with, at rest an empty tuple.
+        return_state: also return the final state, a dict from each neuron's name in
+            `named_modules()`, such as "net.1", to its tuple of states; passed as `state=` to the
+            next call, it continues the sequence. A neuron that was not called has the state that it
+            began with, at rest an empty tuple.
         impl: how neurons are computed; see `Neuron`.
 
     Returns:
@@ -125,7 +126,7 @@ class Temporal(nn.Module):
         check_module("net", net)
         if any(isinstance(m, Temporal) for m in net.modules()):
             raise ValueError("a Temporal inside a Temporal: wrap the outermost network only")
-        _refuse_in_sequential("", net)
+        _refuse_in_sequential("net", net)
         if not isinstance(memory, Policy | None):
             hint = "; wrap layers in nn.Sequential" if isinstance(memory, nn.Module) else ""
             raise TypeError(
@@ -147,7 +148,7 @@ class Temporal(nn.Module):
         return ", ".join(shown)
 
     def neurons(self) -> dict[str, Neuron]:
-        """The neurons inside, by their qualified name in `net`."""
+        """The neurons inside, by their name in `named_modules()`."""
         return neurons_of(self.net)
 
     def forward(
@@ -336,7 +337,7 @@ def _swap_dims(x: Tensor) -> Tensor:
 
 
 def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
-    """The neurons in `net`, by their qualified name.
+    """The neurons in `net`, by their qualified name in a `Temporal` of it, such as "net.1".
 
     Args:
         one_step: whether `net` runs a single step, where batch norms cannot take statistics.
@@ -347,7 +348,7 @@ def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
             norm takes its statistics from its input.
     """
     neurons: dict[str, Neuron] = {}
-    for name, module in net.named_modules():
+    for name, module in net.named_modules(prefix="net"):
         if isinstance(module, Neuron):
             neurons[name] = module
         elif isinstance(module, SEQUENTIAL):
@@ -394,7 +395,7 @@ def _refuse_in_sequential(name: str, module: nn.Module) -> None:
             )
     if type(module).forward is nn.Sequential.forward:
         for key, child in module.named_children():
-            _refuse_in_sequential(f"{name}.{key}".lstrip("."), child)
+            _refuse_in_sequential(f"{name}.{key}", child)
 
 
 def check_state(state: dict[str, States], neurons: dict[str, Neuron]) -> None:

@@ -108,10 +108,10 @@ class ExportedStep(nn.Module):
     Shapes: `x`, `y`: `[B, ...]`; states: `[B, ...]`, float32.
 
     Attributes:
-        state_names: the names of the states in their order, such as "2.v" for the state `v` of the
-            neuron `2` of the network.
+        state_names: the names of the states in their order, such as "net.2.v" for the state `v` of
+            the neuron `net.2` of the `Temporal`.
         input_names, output_names: those of the arguments and of the results of a network with a
-            single output, "output" and "next.2.v", for `torch.onnx.export`.
+            single output, "output" and "next.net.2.v", for `torch.onnx.export`.
 
     Raises:
         TypeError: the number of states is wrong.

@@ -83,7 +83,7 @@ def test_state_is_passed() -> None:
         expected = net(x)
         first, state = net(x[:7], return_state=True)
         rest, _ = net(Events.from_dense(x[7:]), state=state, return_state=True)
-    assert state.keys() == {"0.neuron", "1.neuron"}
+    assert state.keys() == {"net.0.neuron", "net.1.neuron"}
     assert_close(torch.cat([first, rest]), expected)
 
 

@@ -56,6 +56,15 @@ def test_rates_are_those_of_spikes():
     assert record.rates == {"net.0": pytest.approx((spikes != 0).float().mean().item())}
 
 
+def test_the_potential_before_the_reset():
+    net, x = make_net(norm=False), images()
+    with sf.record(net, states=("v", "h")) as record:
+        net(x)
+    assert list(record["net.2"]) == ["v", "h"]
+    v, h = record["net.2"]["v"], record["net.2"]["h"]
+    assert torch.equal(v, h.where(h < 0.4, 0))
+
+
 def test_nan_is_reported():
     net, x = sf.Temporal(nn.Sequential(nn.Linear(4, 2), sf.PLIF())), torch.rand(3, 1, 4)
     with sf.record(net), pytest.warns(UserWarning, match="'net.1' has NaN in its inputs, for"):
@@ -260,7 +269,7 @@ def test_layers_with_feedback() -> None:
             y, state = net(x, return_state=True)
         found = record["net.neuron"]
         assert torch.equal(found["spikes"], y)
-        assert torch.equal(found["v"][-1], state["neuron"][0])
+        assert torch.equal(found["v"][-1], state["net.neuron"][0])
         layer.zero_grad()
         found["v"].square().mean().backward()
         assert all(p.grad.any() for p in layer.parameters())
@@ -370,7 +379,10 @@ def test_a_neuron_alone() -> None:
     [
         ({"neurons": "net.9"}, r"'net.9' selects no neuron: the names are 'net.2', 'net.5'"),
         ({"layers": "net.2"}, r"'net.2' selects no layer: .*; neurons are selected by neurons="),
-        ({"states": "u"}, r"no selected neuron has 'u': expected names among 'a', 'spikes', 'v'"),
+        (
+            {"states": "u"},
+            r"no selected neuron has 'u': expected names among 'a', 'h', 'spikes', 'v'",
+        ),
     ],
 )
 def test_errors(options: dict[str, str], message: str) -> None:

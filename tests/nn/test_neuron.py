@@ -64,11 +64,11 @@ VALUE_ERRORS = {
         lambda: LIF(X, state=(STATE[0].t(),))
     ),
     r"LIF: state v is \[2, 3\] on meta": lambda: LIF(X, state=(STATE[0].to("meta"),)),
-    "no output or state is named 'mem': expected names among 'spikes', 'v'": (
+    "no output or state is named 'mem': expected names among 'spikes', 'v', 'h'": (
         lambda: LIF(X, outputs=("spikes", "mem"))
     ),
-    "is named 'spikes': expected names among 'output0', 'output1', 'u', 'w'": (
-        lambda: PAIR(X, X, outputs=("spikes",), impl="reference")
+    "is named 'h': expected names among 'spikes', 'output0', 'output1', 'u', 'w'": (
+        lambda: PAIR(X, X, outputs=("h",), impl="reference")
     ),
     r"outputs is 'v': expected a tuple of names, such as \('spikes', 'v'\)": (
         lambda: LIF(X, outputs="v")
@@ -301,6 +301,38 @@ def test_outputs_are_returned_in_the_order_of_their_names():
     first, second, third = LIF(X, outputs=("v", "spikes", "v"))
     assert all(map(torch.equal, (first, second, third), (v, s, v)))
     assert LIF(X.bfloat16(), outputs=("v",))[0].dtype == torch.bfloat16
+
+
+def test_spikes_are_the_first_output():
+    outputs = PAIR(X, X)
+    assert torch.equal(PAIR(X, X, outputs=("spikes",))[0], outputs[0])
+    assert torch.equal(PAIR(X, X, outputs=("output1",))[0], outputs[1])
+
+
+def test_the_potential_before_the_reset(backends):
+    x = X.to(backends.device).requires_grad_()
+    neuron = sf.LIF(0.5, threshold=0.3)
+    for impl in (*backends.impls, "reference"):
+        v, h = neuron(x, outputs=("v", "h"), impl=impl)
+        before = torch.cat((torch.zeros_like(v[:1]), v[:-1]))
+        assert torch.equal(h, 0.5 * before + x)
+        (gradient,) = torch.autograd.grad(h[0].sum(), x)
+        assert torch.equal(gradient[0], torch.ones_like(x[0]))
+
+
+def test_exposed_values():
+    class Doubled(sf.LIF):
+        def step(self, x, v):
+            self.expose(twice=2 * x, v=x)
+            return super().step(x, v)
+
+    neuron = Doubled()
+    for impl in ("numba", "reference"):
+        twice, v, h = neuron(X, outputs=("twice", "v", "h"), impl=impl)
+        assert torch.equal(twice, 2 * X)
+        # A state comes before a value of its name.
+        assert torch.equal(v, sf.LIF()(X, outputs=("v",))[0])
+        assert torch.equal(h, sf.LIF()(X, outputs=("h",))[0])
 
 
 def test_outputs_follow_changed_attributes():

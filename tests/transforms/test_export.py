@@ -211,12 +211,12 @@ def test_a_step_names_its_states_and_starts_from_rest():
     step = sf.exportable(dense(sf.Izhikevich()), step=True)
     x = sequence(5)[0]
     states = step.initial_states(x)
-    assert step.state_names == ("1.v", "1.w")
+    assert step.state_names == ("net.1.v", "net.1.w")
     assert [s.shape for s in states] == [(B, 6), (B, 6)]
     assert all(map(torch.equal, step(x), step(x, *states)))
     recurrent = sf.exportable(dense(sf.Recurrent(sf.ALIF(), 6)), step=True)
-    assert recurrent.state_names == ("1.neuron.v", "1.neuron.a", "1.neuron.spikes")
-    with pytest.raises(TypeError, match=r"1 states are given: expected 2 \(1.v, 1.w\)"):
+    assert recurrent.state_names == ("net.1.neuron.v", "net.1.neuron.a", "net.1.neuron.spikes")
+    with pytest.raises(TypeError, match=r"1 states are given: expected 2 \(net.1.v, net.1.w\)"):
         step(x, states[0])
 
 
@@ -232,13 +232,13 @@ def test_a_step_of_a_network_with_its_preprocessing():
     trained, x = Trained(), sequence(5)[0]
     step, expected = sf.exportable(trained, step=True), sf.exportable(trained.net, step=True)
     assert all(map(torch.equal, step(x), expected(x)))
-    assert step.state_names == ("1.v",)
+    assert step.state_names == ("net.1.v",)
 
 
 def test_a_step_refuses_neurons_without_a_single_state():
     lif = sf.LIF()
     step = sf.exportable(sf.Temporal(nn.Sequential(lif, lif)), step=True)
-    with pytest.raises(ValueError, match="'0' is called twice"):
+    with pytest.raises(ValueError, match=r"'net\.0' is called twice"):
         step(torch.rand(B, 5))
 
     class Unused(nn.Module):
@@ -249,7 +249,7 @@ def test_a_step_refuses_neurons_without_a_single_state():
         def forward(self, x):
             return self.lif(x)
 
-    with pytest.raises(ValueError, match="'other' is not called"):
+    with pytest.raises(ValueError, match=r"'net\.other' is not called"):
         sf.exportable(sf.Temporal(Unused()), step=True)(torch.rand(B, 5))
 
 
