@@ -19,7 +19,7 @@ from spikefuse.events.format import Events
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.neuron import backend_of, refuse_class, scan_neuron
-from spikefuse.scan.op import call_untraced, check_backend, refuse_export
+from spikefuse.scan.op import call_untraced, check_backend, refuse_export, refuse_transforms
 from spikefuse.scan.records import Arguments, Wanted
 
 IMPLEMENTATIONS = ("auto", "numba", "triton", "dense")
@@ -171,7 +171,8 @@ class EventLinear(nn.Module):
         call = active.call
         if call is not None and not (self.neuron is None or id(self.neuron) in call.names):
             call = None
-        self.kernel_weight()  # raises its errors early
+        weight = self.kernel_weight()  # raises its errors early
+        refuse_transforms([x, weight] if isinstance(x, Tensor) else [weight])
         spikes = None
         if not isinstance(x, Events):
             dense = self._unfold(x, call)

@@ -446,6 +446,16 @@ def test_double_backward_is_refused(make) -> None:
         (gradient.square().sum() + layer.weight.square().sum()).backward()
 
 
+@pytest.mark.parametrize("make", [None, neuron], ids=["currents", "fused"])
+def test_vectorized_gradients_are_refused(make) -> None:
+    layer = EventLinear(8, 5, None if make is None else make(), impl="numba")
+    y = layer(spikes(8))
+    y = y if make is None else y.values
+    grads = torch.ones(2, *y.shape)
+    with pytest.raises(NotImplementedError, match="vectorized Jacobians"):
+        torch.autograd.grad(y, layer.weight, grads, is_grads_batched=True)
+
+
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_a_parameter_changed_before_backward_is_noticed(name) -> None:
     layer = EventLinear(8, 5, neuron(), impl="numba")
