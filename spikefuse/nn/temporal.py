@@ -16,7 +16,8 @@ from spikefuse.neurons.definition import Neuron, States
 from spikefuse.nn.call import TemporalCall, saving_spikes
 from spikefuse.nn.checkpoint import containers
 from spikefuse.nn.nesting import map_tensors, map_values, named_values
-from spikefuse.nn.neuron import DTYPES, IMPLEMENTATIONS, check_module
+from spikefuse.nn.neuron import IMPLEMENTATIONS, check_module
+from spikefuse.nn.reading import note_on
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import refuse_export
 from spikefuse.scan.state_passing import StatePassing
@@ -107,7 +108,7 @@ class Temporal(nn.Module):
         TypeError, ValueError: wrong shapes, states that do not belong to this network, or a layer
             with a memory of its own or along dim 0; in `nn.Sequential`, one of another library or
             with `dim=0` is refused when a `Temporal` is made. An error inside the network has a
-            note that says how the inputs were read.
+            note that says how the inputs were read if they do not fit its first layer.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -191,7 +192,10 @@ class Temporal(nn.Module):
                         folded = run_folded(self.net, args, kwargs)
         except Exception as error:
             if not is_traced:
-                error.add_note(self._reading(sequences, num_steps, batch))
+                order = "[B, T, ...]" if self.batch_first else "[T, B, ...]"
+                note = note_on(error, self.net, sequences, num_steps, batch, order)
+                if note:
+                    error.add_note(note)
             raise
         if call.passing is not None:
             call.passing.end()
@@ -287,27 +291,6 @@ class Temporal(nn.Module):
             description = " and ".join(kinds) or "missing"
             raise TypeError(f"the input is {description}: expected a tensor {expected}")
         return sequences
-
-    def _reading(
-        self, sequences: Sequence[Tensor | SparseSequence], num_steps: int, batch: int
-    ) -> str:
-        """How the arguments were read, for errors."""
-        shapes = ", ".join([str(list(x.shape)) for x in sequences])
-        if len(sequences) == 1:
-            steps = f" and steps of shape {list(sequences[0].shape[2:])}"
-            read = f"x {shapes} was read as T={num_steps}, B={batch}{steps}"
-        else:
-            read = f"the inputs {shapes} were read as T={num_steps}, B={batch}"
-        others = {x.dtype for x in sequences if isinstance(x, Tensor) and x.dtype not in DTYPES}
-        for dtype in sorted(others, key=str):
-            read = f"an input is {dtype}: most layers need x.float(); {read}"
-        order, other = "for [B, T, ...] data use batch_first=True", "[T, B, ...]"
-        if self.batch_first:
-            order, other = "for [T, B, ...] data leave out batch_first=True", "[B, T, ...]"
-        return (
-            f"{read}, since sequences are {other}: for a static image use "
-            f"spikefuse.nn.encode.direct or unsqueeze; {order}"
-        )
 
 
 def run_captured(

@@ -381,17 +381,34 @@ def note_of(call) -> str:
     return note
 
 
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (nn.Linear(6, 5), sf.LIF(), nn.Linear(4, 3)),  # the last layer is wrong
+        (nn.Linear(6, 5), Failing()),
+        (Failing(),),
+    ],
+)
+def test_errors_of_other_causes_have_no_note(layers):
+    with pytest.raises((RuntimeError, KeyError)) as caught:
+        sf.Temporal(nn.Sequential(*layers))(X)
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_errors_name_how_the_input_was_read():
     x = torch.rand(8, 1, 28, 28)
     net = sf.Temporal(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), sf.LIF()))
     assert note_of(lambda: net(x)) == (
         "x [8, 1, 28, 28] was read as T=8, B=1 and steps of shape [28, 28], since sequences are "
-        "[T, B, ...]: for a static image use spikefuse.nn.encode.direct or unsqueeze; for "
-        "[B, T, ...] data use batch_first=True"
+        "[T, B, ...]: for a static image use spikefuse.nn.encode.direct or unsqueeze"
     )
     other = note_of(lambda: batch_first(net)(x))
     assert "read as T=1, B=8 and steps of shape [28, 28], since sequences are [B, T, ...]" in other
-    assert "for [T, B, ...] data leave out batch_first=True" in other
     note = note_of(lambda: sf.Temporal(Masked())(X[..., :5], {"bias": [X]}, mask=X))
     assert note.startswith("the inputs [20, 2, 5], [20, 2, 6], [20, 2, 6] were read as T=20, B=2,")
     dtype = note_of(lambda: net(x[:, :, None].to(torch.uint8)))
