@@ -27,7 +27,8 @@ def raster(
     """Plot the spikes `[T, ...]` of one sample: time from left to right, one row per neuron.
 
     Args:
-        spikes: such as `record["net.2"]["spikes"][:, 0]`.
+        spikes: such as `record["net.2"]["spikes"][:, 0]`; other values are drawn from white, the
+            lowest, to black.
         axes: where to draw; by default, axes of a new figure of pyplot.
         title: of the axes.
         max_neurons: draw at most this many rows, of evenly spaced neurons.

@@ -34,21 +34,32 @@ def ce_count(spikes: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(spikes.sum(0), target)
 
 
-def ce_rate(x: Tensor, target: Tensor) -> Tensor:
-    """Compute the mean over time of each step's cross-entropy: `1/T sum_t CE(x[t], target)`.
+def ce_rate(x: Tensor, target: Tensor, weight: float = 0.0, level: float = 1.0) -> Tensor:
+    """Compute the mean over time of each step's cross-entropy, the TET loss.
+
+    Equation, with λ the `weight` and φ the `level`::
+
+        (1 - λ) 1/T sum_t CE(x[t], target) + λ mean_{t,b,n} (x[t] - φ)^2
 
     Source: Deng et al., "Temporal Efficient Training of Spiking Neural Network via Gradient
-    Re-weighting", ICLR 2022 (the TET loss; snnTorch's `ce_rate_loss`).
+    Re-weighting", ICLR 2022, Eqs. 9 to 11 (their code has λ = 0.001 and φ = 1, the threshold;
+    snnTorch's `ce_rate_loss` has λ = 0).
 
     Args:
         x: spikes or logits `[T, B, N]`, one per class.
         target: class indices `[B]`, integers, or class probabilities `[B, N]`.
+        weight: of the term that pulls the outputs to `level`, in [0, 1].
+        level: in the unit of `x`.
 
     Raises:
-        TypeError, ValueError: wrong dtypes or shapes.
+        TypeError, ValueError: wrong dtypes or shapes, or `weight` is out of range.
     """
+    if not 0 <= weight <= 1:
+        raise ValueError(f"weight is {weight!r}: expected a number in [0, 1]")
     x, target = _checked(x, target)
-    return F.cross_entropy(x.flatten(0, 1), target.expand(len(x), *target.shape).flatten(0, 1))
+    labels = target.expand(len(x), *target.shape).flatten(0, 1)
+    loss = F.cross_entropy(x.flatten(0, 1), labels)
+    return loss if weight == 0 else (1 - weight) * loss + weight * (x - level).square().mean()
 
 
 def ce_max_membrane(v: Tensor, target: Tensor) -> Tensor:

@@ -267,6 +267,7 @@ def _differentiate(
 ) -> MaybeTensors:
     """The gradients of all tensors of a call, from the tensors that autograd has saved and the
     gradients of the results."""
+    refuse_transforms([g for g in grads if g is not None])
     found: MaybeTensors
     read = [*tensors[-call.replaced :], *tensors[: -call.replaced]] if call.replaced else tensors
     arguments, saved = call.unflatten(read), read[call._ends[3] :]
@@ -383,15 +384,22 @@ def is_plain(tensors: Tensors) -> bool:
     return all(unpack_dual(t).tangent is None for t in tensors)
 
 
-def refuse_transforms(tensors: Tensors) -> None:
-    """Raise NotImplementedError for tensors inside a transform of torch.func, or in forward-mode
-    differentiation."""
+def are_transformed(tensors: Tensors) -> bool:
+    """Whether tensors are inside a transform of torch.func or a vectorized Jacobian, or have
+    tangents."""
     if torch.compiler.is_compiling() or not all(type(t) in PLAIN for t in tensors):
-        return
-    if not num_dispatch_modes() and not is_plain(tensors):
+        return False
+    return bool(tensors) and not num_dispatch_modes() and not is_plain(tensors)
+
+
+def refuse_transforms(tensors: Tensors) -> None:
+    """Raise NotImplementedError for tensors inside a transform of torch.func or a vectorized
+    Jacobian, or in forward-mode differentiation."""
+    if are_transformed(tensors):
         raise NotImplementedError(
-            "forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap) "
-            'do not work through a fused neuron: use backward(), or grad with impl="reference"'
+            "kernels take no part in the transforms of torch.func (grad, jvp, vmap), vectorized "
+            'Jacobians and forward-mode differentiation: pass impl="reference" to Temporal or the '
+            "neuron, whose loop does, or use backward()"
         )
 
 

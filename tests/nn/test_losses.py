@@ -122,6 +122,14 @@ def test_first_spike_time_and_its_gradient() -> None:
     assert {0.0, T - 1.0, float(T)} <= set(times.flatten().tolist())
 
 
+def test_the_regularization_of_temporal_efficient_training() -> None:
+    v, square = potentials(), (potentials() - 1.5).square().mean().item()
+    expected = 0.95 * losses.ce_rate(v, TARGET).item() + 0.05 * square
+    assert losses.ce_rate(v, TARGET, 0.05, level=1.5).item() == pytest.approx(expected)
+    with pytest.raises(ValueError, match=r"weight is 2: expected a number in \[0, 1\]"):
+        losses.ce_rate(v, TARGET, 2)
+
+
 @pytest.mark.parametrize("name", [n for n in EXPECTED if n != "rate_bounds"] + ["ce_max_membrane"])
 def test_training_lowers_the_loss(name: str) -> None:
     """Through neurons, in the direction of the gradient."""
