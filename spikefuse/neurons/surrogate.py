@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spikefuse._torch import is_traced
 from spikefuse.neurons.learnable import Learnable
 from spikefuse.neurons.parameters import NUMBERS, Holder, Value, evaluated, number, positive
 from spikefuse.neurons.spike import Spike, TransformedSpike, has_tangent
@@ -95,7 +96,7 @@ class Surrogate(Holder):
                 raise no_gradient(name)
         if torch.jit.is_tracing() and not (learned or u.requires_grad):  # type: ignore[attr-defined]
             return self.spike(u).to(u.dtype)  # programs of torch.jit can't call a Function
-        function = Spike if torch.compiler.is_compiling() else TransformedSpike
+        function = Spike if is_traced() else TransformedSpike
         return function.apply(u, self, self.tangent(u.detach()) if learned else None)
 
     def _learned(self) -> Iterator[str]:

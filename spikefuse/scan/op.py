@@ -146,7 +146,7 @@ class Call:
         inputs = execution.new_gradients(Arguments(needs.inputs)).inputs
         scans = microbatches.split(execution, arguments, saved)
         found, _ = microbatches.backward(scans, incoming, needs, inputs)
-        states = microbatches.of_states(arguments, found)
+        states = arguments.states and microbatches.of_states(arguments, found)
         rows = [scan.execution.reduce(g.params, arguments.params)
                 for scan, g in zip(scans, found, strict=True)]  # fmt: skip
         return Arguments(inputs, states, microbatches.added(rows))
@@ -267,11 +267,15 @@ def _differentiate(
 ) -> MaybeTensors:
     """The gradients of all tensors of a call, from the tensors that autograd has saved and the
     gradients of the results."""
-    refuse_transforms([g for g in grads if g is not None])
     found: MaybeTensors
     read = [*tensors[-call.replaced :], *tensors[: -call.replaced]] if call.replaced else tensors
     arguments, saved = call.unflatten(read), read[call._ends[3] :]
-    if call.passing is None and not is_plain(tensors):  # the library op passes no states
+    given = [*tensors]
+    for grad in grads:
+        if grad is not None:
+            given.append(grad)
+    if call.passing is None and not is_plain(given):  # the library op passes no states
+        refuse_transforms(given)
         inputs, states, params, prologue, *_ = arguments
         groups = [*inputs], [*(states or ())], [*params], [*prologue], [*call.scalars]
         backward = getattr(torch.ops.spikefuse, f"{call.op}_backward")
@@ -387,9 +391,9 @@ def is_plain(tensors: Tensors) -> bool:
 def are_transformed(tensors: Tensors) -> bool:
     """Whether tensors are inside a transform of torch.func or a vectorized Jacobian, or have
     tangents."""
-    if torch.compiler.is_compiling() or not all(type(t) in PLAIN for t in tensors):
+    if is_plain(tensors) or torch.compiler.is_compiling() or num_dispatch_modes():
         return False
-    return bool(tensors) and not num_dispatch_modes() and not is_plain(tensors)
+    return all(type(t) in PLAIN for t in tensors)
 
 
 def refuse_transforms(tensors: Tensors) -> None:

@@ -214,6 +214,7 @@ def test_function_transforms_are_not_captured() -> None:
     net = sf.fuse(sf.Temporal(nn.Sequential(nn.Linear(6, 8), sf.LIF(), nn.Linear(8, 3))))
     x, params = torch.rand(5, 4, 6), {n: p.detach() for n, p in net.named_parameters()}
     for kwargs in ({}, {"impl": "reference"}):
+
         def loss(params, x):
             return torch.func.functional_call(net, params, (x,), kwargs).sum()  # noqa: B023
 
