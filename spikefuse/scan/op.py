@@ -27,7 +27,15 @@ from spikefuse.scan.double_backward import no_double_backward, refuse_double_bac
 from spikefuse.scan.execution import Execution, execution_of
 from spikefuse.scan.microbatches import Gradients
 from spikefuse.scan.per_neuron import flattened
-from spikefuse.scan.program import Kinds, Variant, kinds_of, prepare, requires_grad, sizes_of
+from spikefuse.scan.program import (
+    Kinds,
+    Variant,
+    follows_input,
+    kinds_of,
+    prepare,
+    requires_grad,
+    sizes_of,
+)
 from spikefuse.scan.records import Arguments, MaybeTensors, Results, Tensors, Wanted
 from spikefuse.scan.state_passing import StatePassing
 
@@ -221,10 +229,13 @@ def detached(call: Call, arguments: Arguments[Tensor], results: Tensors) -> Tens
     ]
     if True in prologue:  # part of the first input
         inputs = True, *inputs[1:]
+    if inputs[0] and follows_input(call.program):
+        return results
     # More steps change nothing. Processes that pass states must agree.
-    num_steps, enough = len(arguments.inputs[0]), sizes_of(call.program)[1] + 2
-    if num_steps > enough or call.passing is not None:
-        num_steps = enough
+    num_steps = sizes_of(call.program)[1] + 2
+    for n in range(1, num_steps):  # T itself may be a symbol of torch.compile
+        if call.passing is None and arguments.inputs[0].shape[0] == n:
+            num_steps = n
     needs = requires_grad(call.program, inputs, states, params, num_steps, call.feeds_back)
     if all(needs):
         return results

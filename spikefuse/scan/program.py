@@ -251,6 +251,12 @@ def sizes_of(name: str) -> tuple[tuple[bool, ...], int]:
     return step.binary, len(step.states)
 
 
+@constant_result
+def follows_input(name: str) -> bool:
+    """See `Program.follows_input`."""
+    return program(name).follows_input
+
+
 @cache
 def _requires_grad(
     name: str,

@@ -94,3 +94,18 @@ def test_an_online_loop_differentiates_each_step(compiled):
             s.sum().backward()
         gradients[impl] = linear.weight.grad.clone()
     torch.testing.assert_close(gradients["numba"], gradients["reference"])
+
+
+def test_a_dynamic_number_of_steps():
+    neuron = Detached()
+
+    def call(x):
+        return neuron(x, return_state=True)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for steps in (2, 1, 3, 8):
+        x = torch.rand(steps, 2, 3, requires_grad=True)
+        found, expected = compiled(x), call(x)
+        for a, e in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
+            assert a.requires_grad == e.requires_grad
+            assert torch.equal(a, e)
