@@ -107,9 +107,8 @@ def hashed(x: Tensor) -> int:
 version: Callable[[Tensor], int] = attrgetter("_version") if hasattr(Tensor, "_version") else hashed
 
 
-def is_traced() -> bool:
-    """Whether torch.compile or torch.export reads the code that calls this."""
-    return torch.compiler.is_compiling()
+#: Returns whether torch.compile or torch.export reads the code that calls it.
+is_traced = torch.compiler.is_compiling
 
 
 def dynamo_is_imported() -> bool:

@@ -15,7 +15,7 @@ from spikefuse.distributed.links import AxisCollectives
 from spikefuse.kernels.norm import BatchNorm, by_batch
 from spikefuse.kernels.running import Running, update_running_stats
 from spikefuse.nn.call import active
-from spikefuse.scan.op import call_untraced, is_plain
+from spikefuse.scan.checks import call_untraced, is_plain
 from spikefuse.scan.state_passing import Collectives
 
 # torch.batch_norm_stats returns 1 / sqrt(variance + eps).

@@ -19,7 +19,7 @@ from spikefuse.events.format import Events
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.neuron import backend_of, refuse_class, scan_neuron
-from spikefuse.scan.op import call_untraced, check_backend, refuse_export, refuse_transforms
+from spikefuse.scan.checks import call_untraced, check_backend, refuse_export, refuse_transforms
 from spikefuse.scan.records import Arguments, Wanted
 
 IMPLEMENTATIONS = ("auto", "numba", "triton", "dense")

@@ -16,7 +16,7 @@ from spikefuse.graph.report import GraphReport
 from spikefuse.memory.policies import Checkpoint
 from spikefuse.nn.call import active, current_policy
 from spikefuse.nn.checkpoint import checkpoint
-from spikefuse.scan.op import are_transformed
+from spikefuse.scan.checks import are_transformed
 
 MODES = ("auto", "eager", "inductor", "recorded")
 

@@ -17,6 +17,7 @@ from spikefuse.neurons.per_step import per_step_values, with_inputs
 from spikefuse.nn.call import Scan, active, mark_binary, wants_bits
 from spikefuse.nn.checkpoint import refuse_recomputation
 from spikefuse.scan import op
+from spikefuse.scan.checks import call_untraced
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.program import check_compiles
 from spikefuse.scan.records import Arguments, Results, Wanted
@@ -112,7 +113,7 @@ def scan_neuron(neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted) ->
         bits = wants_bits(inputs[0])
         results = op.scan(neuron, arguments, Wanted(final, bits, save, outputs, backend))
     except ValuePerStep:
-        return op.call_untraced(_scan_per_step, neuron, arguments, wanted)
+        return call_untraced(_scan_per_step, neuron, arguments, wanted)
     if bits:
         mark_binary(results)
     return results
