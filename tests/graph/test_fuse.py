@@ -55,8 +55,14 @@ def test_what_is_shared(name: str) -> None:
     assert fused.fusion.summary == "not captured yet: the first call does it"
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", sorted({*NORMS} - BIG))
+# tests/models trains a small network of each family.
+TRAINED = {"cifar_medium", "mlp", "mlp2", "resnet18"}
+
+
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [(name, False) for name in sorted({*NORMS} - BIG)] + [(name, True) for name in sorted(TRAINED)],
+)
 def test_models_give_the_same(name: str, training: bool) -> None:
     torch.manual_seed(0)
     net = sf.Temporal(MODELS[name](lif, 2, 5, (8, 8))).train(training)
