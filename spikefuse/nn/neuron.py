@@ -15,6 +15,7 @@ from spikefuse._torch import constant_result
 from spikefuse.neurons.definition import Neuron, States, with_outputs
 from spikefuse.nn.call import Scan, active, mark_binary, wants_bits
 from spikefuse.nn.checkpoint import refuse_recomputation
+from spikefuse.nn.symbolic import leaf
 from spikefuse.scan import op
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.records import Arguments, Results, Wanted
@@ -23,6 +24,7 @@ IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@leaf
 def forward(
     neuron: Neuron,
     *inputs: Tensor,

@@ -12,6 +12,7 @@ from spikefuse import reference
 from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, States, with_outputs
 from spikefuse.nn.call import mark_binary, wants_bits
 from spikefuse.nn.neuron import backend_of, call_neuron, check_inputs, checked_names, refuse_class
+from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.recurrent import recurrent_scan
 
@@ -128,6 +129,7 @@ class Recurrent(nn.Module):
         options += [] if self.self_connections else ["self_connections=False"]
         return ", ".join(options)
 
+    @leaf
     def forward(
         self,
         *inputs: Tensor,
