@@ -5,8 +5,7 @@
 
 The networks of `benchmarks/published.py` have SpikingJelly's neurons and fresh weights.
 "original" is the network as it is; "converted" is `sf.fuse(sf.convert(network))`. Only
-"SEW-ResNet18 in containers" is written for one time step, so only its batch norms are fused (see
-docs/converting.md).
+"SEW-ResNet18 in containers" is written for one time step (see docs/converting.md).
 
 Training steps are as in `benchmarks.networks`, eager and as a CUDA graph of the whole
 step: the original by torch.cuda.graph, the converted by `sf.graph_step`, which also copies input,
@@ -124,7 +123,6 @@ class PublishedTask(Task):
         x = x.contiguous(memory_format=case.layout).unflatten(0, size)
         super().__init__(x, torch.randint(classes, (batch,), **options), dtype)
         make = partial(case.make, self.T, channels=shape[0], classes=classes, **sizes)
-        self.fused: sf.Temporal | None = None
         self.net = self.share(make, lambda net: self.original(net)(x))
 
     def original(self, net: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -151,11 +149,8 @@ class PublishedTask(Task):
         """Make the network to measure; the note of the original says what was done."""
         if side == CONVERTED:
             ours = sf.fuse(self.converted(self.net))
-            if self.case.one_step and self.fused is None:  # the eager one, which always runs
-                self.fused = ours
-            return Network(
-                ours.net if self.case.one_step else ours, lambda x: self.over_time(ours(x))
-            )
+            net = ours.net if self.case.one_step else ours
+            return Network(net, lambda x: self.over_time(ours(x)), container=ours)
         net, (neuron,) = copy.deepcopy(self.net), spikingjelly("neuron")
         nodes = [m for m in net.modules() if isinstance(m, neuron.BaseNode)]
         kind = "if" if isinstance(nodes[0], neuron.IFNode) else "lif"
@@ -237,8 +232,7 @@ def measure_case(task: PublishedTask, timing: Timing, checked: Record, kind: str
     layout = "channels-last" if task.layout == torch.channels_last else "contiguous"
     about: Record = {"steps": kind, "dtype": task.dtype, "T": task.T, "batch": len(task.labels)}
     about |= {"layout": layout, "float64": checked, "note": networks[0].note}
-    if task.fused is not None:
-        about["fusion"] = task.fused.fusion.summary
+    about["fusion"] = networks[TITLES.index(f"{CONVERTED}, {EAGER}")].fusion
     if len(expected) == 2:  # rounding flips spikes of both
         error = difference([expected[CONVERTED]], [expected[ORIGINAL]])
         about["logits_difference"] = float(f"{error:.3g}")

@@ -1,14 +1,15 @@
 """Training and evaluation steps of whole networks on one GPU.
 
-    python -m benchmarks.networks                    training steps of four networks
+    python -m benchmarks.networks                    training steps of five networks
     python -m benchmarks.networks --steps evaluation --workloads resnet50-mnist
     python -m benchmarks.networks --name networks_imagenet \\
         --workloads large-cifar10 alexnet-imagenet resnet34-imagenet \\
         --networks "spikefuse, fused" "eager loop" "spikefuse, fused, checkpoint"
 
-All networks have the same weights, input and layout (channels-last). Each runs eagerly, and as the
-replay of a CUDA graph of the whole step, which hides the cost of Python; ours also with
-`sf.graph_step`, which copies input and labels into its graph. A training step is forward, the cross
+All networks have the same weights, input and layout (channels-last). Each runs in a plain loop, in
+which our fused ones replay what they have recorded, and as the replay of a CUDA graph of the whole
+step, which hides the cost of Python; ours also with `sf.graph_step`, which copies input and labels
+into its graph. A training step is forward, the cross
 entropy of the mean over time, backward, and a step of a fused optimizer; an
 evaluation step is forward without gradients, and the classes. float32 has TF32 convolutions,
 PyTorch's default; bfloat16 uses autocast, as in the trainer.
@@ -54,8 +55,9 @@ from spikefuse import memory
 from spikefuse.models import MODELS
 
 FUSED = f"{OURS}, fused"
-COMPILED = f"{FUSED}, torch.compile"
+INDUCTOR = f"{FUSED}, Inductor"
 RELU, CONVOLUTIONS = "ReLU and batch norm", "convolutions alone"
+COMPILED = f"{RELU}, torch.compile"
 
 SURROGATES: dict[str, Callable[[], sf.surrogate.Surrogate]] = {
     "sigmoid": lambda: sf.surrogate.Sigmoid(layers.WIDTH),
@@ -116,11 +118,18 @@ WORKLOADS: dict[str, Workload] = {
         for size in ("small", "medium", "large")
     },
     "resnet18-stem3": Workload("resnet18", CIFAR, T=4, batch=256, optimizer="sgd", stem="cifar"),
+    "vgg-gesture": Workload("vggsnn", (2, 48, 48), 11, T=10, batch=64, optimizer="sgd"),
     "resnet18-gesture": Workload("resnet18", (2, 128, 128), num_classes=11, batch=10),
     "alexnet-imagenet": Workload("alexnet", IMAGENET, 1000, T=6, batch=16, **_BPTT),
     "resnet34-imagenet": Workload("ms_resnet34", IMAGENET, 1000, T=6, batch=16, **_BPTT),
 }
-USUAL = ("resnet18-mnist-sgd", "large-cifar10", "resnet18-stem3", "resnet18-gesture")
+USUAL = (
+    "resnet18-mnist-sgd",
+    "large-cifar10",
+    "resnet18-stem3",
+    "resnet18-gesture",
+    "vgg-gesture",
+)
 
 
 class WorkloadTask(Task):
@@ -156,22 +165,23 @@ def spiking(
     fused: bool = False,
     policy: memory.Policy | None = None,
     impl: str = "auto",
+    mode: str = "auto",
     wrap: Callable[[nn.Module], Callable[..., Tensor]] = lambda net: net,
 ) -> Network:
     """Make our network: a `Temporal` over ordinary torch modules.
 
     Args:
+        mode: how a fused network runs its graphs, see `spikefuse.fuse`.
         wrap: applied to the container, such as DistributedDataParallel.
     """
     net = sf.Temporal(task.network(task.workload.neuron), policy)
-    note = ""
     if fused:
-        net = sf.fuse(net)
-        note = net.fusion.summary
+        net = sf.fuse(net, mode)
     call = partial(wrap(net), impl=impl)
-    if isinstance(policy, memory.Checkpoint) or wrap is compiled:
-        return Network(net.net, call, note=note, equivalent=partial(spiking, task, fused=True))
-    return Network(net.net, call, sf.LIF, exact=not fused, note=note)
+    if isinstance(policy, memory.Checkpoint) or mode == "inductor":
+        equivalent = partial(spiking, task, fused=True)
+        return Network(net.net, call, container=net, equivalent=equivalent)
+    return Network(net.net, call, sf.LIF, exact=not fused, container=net)
 
 
 def stateless(net: nn.Module, **options: Any) -> Network:
@@ -190,25 +200,31 @@ def jelly_function(task: WorkloadTask) -> Network:
     return stateless(net, neuron=JellyFunction, note=note, same_gradient=same)
 
 
-def compiled(net: nn.Module) -> Callable[..., Tensor]:
-    """Compile a network, whose forward and backward it then records as CUDA graphs itself."""
-    run = torch.compile(net, fullgraph=True, mode="reduce-overhead")
+def compiled_relu(task: WorkloadTask) -> Network:
+    """Compile the network with ReLUs; PyTorch records its graphs, too."""
+    net = task.network(nn.ReLU)
 
-    def call(x: Tensor, **options: Any) -> Tensor:
+    def fold(x: Tensor) -> Tensor:
+        return net(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    run = torch.compile(fold, fullgraph=True, mode="reduce-overhead")
+
+    def call(x: Tensor) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        return run(x, **options)
+        return run(x)
 
-    return call
+    return Network(net, call)
 
 
-NUM_USUAL = 6
+NUM_USUAL = 7
 # A network that cannot be made raises an exception with the reason.
 NETWORKS: dict[str, Callable[[WorkloadTask], Network]] = {
     FUSED: partial(spiking, fused=True),
     OURS: spiking,
-    COMPILED: partial(spiking, fused=True, wrap=compiled),
+    INDUCTOR: partial(spiking, fused=True, mode="inductor"),
     JELLY_FUNCTION: jelly_function,
     RELU: lambda task: stateless(task.network(nn.ReLU)),
+    COMPILED: compiled_relu,
     CONVOLUTIONS: lambda task: stateless(task.network(nn.Identity, norms=False)),
     LOOP: partial(spiking, impl="reference"),
     **{
@@ -231,7 +247,9 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument("--name", help="name of the result (networks)")
     args = runner.parse(parser, argv)
     names = args.workloads or (["conv-mnist"] if args.quick else USUAL)
-    usual = [n for n in list(NETWORKS)[:NUM_USUAL] if not args.quick or n != COMPILED]
+    usual = [
+        n for n in list(NETWORKS)[:NUM_USUAL] if not args.quick or n not in (INDUCTOR, COMPILED)
+    ]
     args.networks = args.networks or usual
     timing, device = Timing.of(args, whole_steps=True), torch.device(args.device)
 
@@ -264,7 +282,7 @@ def measure_network(
         except Exception as error:  # the others are still measured
             reason = first_line(error)
         ways = STEP_WAYS if name.startswith(OURS) else WAYS
-        for way in (EAGER,) if name == COMPILED else ways:
+        for way in (EAGER,) if name in (COMPILED, INDUCTOR) else ways:
             title = f"{name}, {way}"
             contender = Contender(title, unavailable=reason)
             if not reason:
@@ -287,6 +305,8 @@ def measure_network(
     measured = measure([c for _, _, c in contenders.values()], verify, timing, prepare=prepare)
     for found in measured["contenders"]:
         found["network"], found["way"], _ = contenders[found["name"]]
+        if (network := networks.get(found["name"])) is not None and network.fusion:
+            found["note"] = network.fusion
     sizes = {"model": workload.model, "T": workload.T, "batch": workload.batch}
     differences = {name: agreement.about() for name, agreement in agreements.items()}
     about = about | sizes | {"optimizer": workload.optimizer, "agreement": differences}

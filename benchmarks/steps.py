@@ -83,6 +83,13 @@ class Network:
     same_gradient: bool = True  # it has the reference's surrogate
     # Makes a network with the same results, where spikes of neurons cannot be replaced.
     equivalent: Callable[[], Network] | None = None
+    container: nn.Module | None = None  # what `call` runs
+
+    @property
+    def fusion(self) -> str:
+        """What was fused in the steps so far; empty without `spikefuse.fuse`."""
+        fusion = getattr(self.container, "fusion", None)
+        return "" if fusion is None else fusion.summary
 
     def step(self, task: Task, kind: str) -> Callable[[], StepResult]:
         """Return a function that runs a step of `kind` on the task's batch."""

@@ -192,10 +192,18 @@ _FORWARD_HOOKS = [n for n in _DICTS if n.startswith("_forward") and n.endswith("
 _BACKWARD_HOOKS = [n for n in _DICTS if n.startswith("_backward") and n.endswith("hooks")]
 
 
-def separate(module: nn.Module) -> None:
-    """Give a shallow copy its own dicts of parameters, buffers, submodules and hooks."""
+_with_tensors = nn.Module()
+_with_tensors.register_parameter("parameter", None)
+_with_tensors.register_buffer("buffer", None)
+_TENSORS = [name for name in _DICTS if vars(_with_tensors)[name]]
+
+
+def separate(module: nn.Module, shares_tensors: bool = False) -> None:
+    """Give a shallow copy its own dicts of submodules and hooks, and unless `shares_tensors`, of
+    parameters and buffers, too."""
     state = vars(module)
-    state.update({name: state[name].copy() for name in _DICTS if name in state})
+    own = [name for name in _DICTS if not (shares_tensors and name in _TENSORS)]
+    state.update({name: state[name].copy() for name in own if name in state})
 
 
 def registries() -> dict[str, Any]:

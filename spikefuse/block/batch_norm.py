@@ -4,18 +4,52 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from spikefuse.kernels.norm import BatchNorm
 from spikefuse.kernels.running import Running
+from spikefuse.scan.op import PLAIN, call_untraced
 from spikefuse.scan.state_passing import WHOLE, Collectives, StatePassing
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
+#: Weight, bias and eps of a batch norm.
+Affine = tuple[Tensor | None, Tensor | None, float]
+
+# `spikefuse.distributed` assigns these functions: this package knows no processes.
 #: Returns the processes that share the statistics of a norm, None if there is only one.
-#: `spikefuse.distributed` assigns it: this package knows no processes.
 group_of: Callable[[nn.SyncBatchNorm], Collectives | None] | None = None
+#: Returns a norm with the same tensors that TorchDynamo can trace.
+traceable: Callable[[nn.SyncBatchNorm], nn.SyncBatchNorm] | None = None
+#: Normalizes by the statistics of all processes, by which it updates running statistics.
+normalize: Callable[[Tensor, Running, Affine, Collectives | None], Tensor] | None = None
+
+#: The norms that have processes of their own and are in captured graphs, by id.
+synchronized: WeakValueDictionary[int, nn.SyncBatchNorm] = WeakValueDictionary()
+
+
+def synchronized_batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    norm: int,
+) -> Tensor:
+    """`F.batch_norm` in training, with the statistics of the processes of a norm in `synchronized`.
+    TorchDynamo does not trace it."""
+    if type(x) not in PLAIN:  # TorchDynamo asks for the shape of the result
+        return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    assert normalize is not None and group_of is not None
+    running = Running(running_mean, running_var, None, momentum)
+    group = group_of(synchronized[norm])
+    return call_untraced(normalize, x, running, (weight, bias, eps), group)
 
 
 def state_passing_of(norm: BatchNorm, passing: StatePassing | None) -> StatePassing | None:

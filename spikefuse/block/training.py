@@ -137,17 +137,20 @@ class BlockCall(Call):
         self, totals: Tensors, arguments: Arguments[Tensor]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """The correction (offset and slope of each norm), and the gradients of the prologue."""
+        shift, *others = arguments.prologue
         correction, by_weights = [], []
-        for total in totals:
+        for total, statistics in zip(totals, others, strict=False):
+            offset, slope, by_weight, by_shift = total.unbind(0)
             if self.number is not None:
                 assert self.passing is not None and self.passing.statistics is not None
-                everywhere = total[:2]  # changed in place
-                self.passing.statistics.sum(everywhere)
-                everywhere /= self.number
-            offset, slope, by_weight, by_shift = total.unbind(0)
+                # The sums that norms without a neuron exchange, too.
+                sums = torch.stack([by_shift, by_weight])
+                self.passing.statistics.sum(sums)
+                _, scale, inverse, _ = statistics.unbind(0)
+                offset, slope = sums * (-scale / self.number)
+                slope = slope * inverse
             correction += [offset, slope]
             by_weights.append(by_weight)
-        shift, *others = arguments.prologue
         grads: list[Tensor | None] = [by_shift.to(shift.dtype), *[None] * len(totals)]
         for by_weight, weight in zip(by_weights, others[len(totals) :], strict=False):
             grads.append(by_weight.to(weight.dtype))

@@ -36,7 +36,7 @@ class GroupCollectives:
         return rows
 
 
-def _group_of(norm: nn.SyncBatchNorm) -> GroupCollectives | None:
+def group_of(norm: nn.SyncBatchNorm) -> GroupCollectives | None:
     """The processes that share the statistics of a norm; None if there is only one."""
     if not dist.is_initialized():
         return None
@@ -44,4 +44,4 @@ def _group_of(norm: nn.SyncBatchNorm) -> GroupCollectives | None:
     return GroupCollectives(group) if dist.get_world_size(group) > 1 else None
 
 
-batch_norm.group_of = _group_of
+batch_norm.group_of = group_of

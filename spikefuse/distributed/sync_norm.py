@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spikefuse.block import batch_norm
+from spikefuse.block.batch_norm import Affine
+from spikefuse.distributed import collectives
 from spikefuse.distributed.links import AxisCollectives
 from spikefuse.kernels.norm import BatchNorm, by_batch
 from spikefuse.kernels.running import Running, update_running_stats
 from spikefuse.nn.call import active
-from spikefuse.scan.op import is_plain
-from spikefuse.scan.state_passing import Affine, Collectives
+from spikefuse.scan.op import call_untraced, is_plain
+from spikefuse.scan.state_passing import Collectives
 
 # torch.batch_norm_stats returns 1 / sqrt(variance + eps).
 _EPS = 1e-5
@@ -26,6 +29,8 @@ class AxisNorm(nn.BatchNorm1d):
     Forward gathers 2C + 1 numbers per rank, and backward sums 2C. The host of a GPU does not block,
     but its stream waits for the slowest rank. Parameters, buffers and settings are those of `norm`.
     """
+
+    ranks: Collectives | None
 
     def __init__(self, norm: BatchNorm, ranks: AxisCollectives) -> None:
         nn.Module.__init__(self)
@@ -47,29 +52,60 @@ class AxisNorm(nn.BatchNorm1d):
                 rate = 1 / (batches + 1)
             running = Running(mean, variance, batches, rate)
         # A norm in a graph of ours is one over all ranks. PyTorch's refuses one value per channel,
-        # of which other ranks have more.
-        if active.captures and x.numel() > x.shape[1] and not is_plain((x,)):
+        # of which other ranks have more, and ends the graph at a momentum that is a tensor.
+        is_known = x.numel() > x.shape[1] and not isinstance(running.momentum, Tensor)
+        if active.captures and is_known and not is_plain((x,)):
             if running.batches is not None:
                 running.batches.add_(1)
-            return F.batch_norm(x, *running[:2], *affine, True, running.momentum, self.eps)
+            return self._in_graph(x, *running[:2], *affine, True, running.momentum, self.eps)
+        # TorchDynamo would replace the exchanges by others.
+        return call_untraced(normalize, x, running, (*affine, self.eps), self._collectives())
+
+    def _in_graph(self, x: Tensor, *given: Any) -> Tensor:
+        return F.batch_norm(x, *given)
+
+    def _collectives(self) -> Collectives | None:
         passing = None if active.call is None else active.call.passing
         # Those of a checkpoint gather once.
-        ranks = (passing and passing.statistics) or self.ranks
-        return normalize(x, running, (*affine, self.eps), ranks)
+        return (passing and passing.statistics) or self.ranks
+
+
+class SyncNorm(AxisNorm, nn.SyncBatchNorm):
+    """`nn.SyncBatchNorm` that runs on a CPU, too, and of which TorchDynamo sees a batch norm."""
+
+    def __new__(cls, *args: Any) -> Self:
+        # Copies and unpickled norms have no other moment in common.
+        norm = super().__new__(cls)
+        batch_norm.synchronized[id(norm)] = norm
+        return norm
+
+    def __init__(self, norm: nn.SyncBatchNorm) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(norm.__dict__)
+        torch.compiler.allow_in_graph(batch_norm.synchronized_batch_norm)
+
+    def _in_graph(self, x: Tensor, *given: Any) -> Tensor:
+        return batch_norm.synchronized_batch_norm(x, *given, id(self))
+
+    def _collectives(self) -> Collectives | None:
+        return collectives.group_of(self)
 
 
 def normalize(
     x: Tensor,
     running: Running,
     affine: Affine,
-    ranks: Collectives,
+    ranks: Collectives | None,
 ) -> Tensor:
     """A batch norm with the statistics of all ranks, by which it updates `running`; `affine` is
-    (weight, bias, eps)."""
+    (weight, bias, eps), and `ranks` None for this process alone."""
     y, mean, var, count = _NormalizeOverRanks.apply(x, *affine, ranks)
     with torch.no_grad():
         update_running_stats(running, mean, var * (count / (count - 1)))
     return y
+
+
+batch_norm.traceable, batch_norm.normalize = SyncNorm, normalize
 
 
 def share_statistics(net: nn.Module, ranks: AxisCollectives) -> None:
@@ -122,7 +158,8 @@ class _NormalizeOverRanks(torch.autograd.Function):
         x, weight, mean, scale, count = ctx.saved_tensors
         sums, products = _sums(grad, x, mean, scale)
         total = torch.stack([sums, products])
-        ctx.ranks.sum(total)
+        if ctx.ranks is not None:
+            ctx.ranks.sum(total)
         means = total / count
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         return (
@@ -133,7 +170,7 @@ class _NormalizeOverRanks(torch.autograd.Function):
         )
 
 
-def _moments(x: Tensor, ranks: Collectives) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(x: Tensor, ranks: Collectives | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and variance per channel over all ranks, and the number of values."""
     if x.is_cuda:
         mean, scale = torch.batch_norm_stats(_dense(x), _EPS)
@@ -142,7 +179,8 @@ def _moments(x: Tensor, ranks: Collectives) -> tuple[Tensor, Tensor, Tensor]:
         var, mean = torch.var_mean(x.movedim(1, -1).float(), _leading(x), correction=0)
     values = x.numel() // x.shape[1]
     mine = torch.cat([mean, var, mean.new_full((1,), values)])
-    means, variances, counts = ranks.gather(mine).split([len(mean), len(var), 1], 1)
+    shares = mine[None] if ranks is None else ranks.gather(mine)
+    means, variances, counts = shares.split([len(mean), len(var), 1], 1)
     count = counts.sum()
     weights = counts / count
     mean = (weights * means).sum(0)

@@ -26,12 +26,11 @@ from spikefuse.distributed.agreement import Agreement
 from spikefuse.distributed.faults import RankWatchdog, recording
 from spikefuse.distributed.links import AxisCollectives, PeerLink
 from spikefuse.distributed.mesh import check_axis, split_batch
-from spikefuse.distributed.sync_norm import average_statistics, normalize, share_statistics
+from spikefuse.distributed.sync_norm import average_statistics, share_statistics
 from spikefuse.events.linear import NO_EVENTS
-from spikefuse.kernels.running import Running
 from spikefuse.nn import EventLinear, Feedback, Recurrent, Temporal
 from spikefuse.nn.recurrent import NO_SHARDS
-from spikefuse.scan.state_passing import Affine, Buffers, Channel, Collectives, StatePassing
+from spikefuse.scan.state_passing import Buffers, Channel, StatePassing
 
 STATISTICS = ("exact", "shard")
 # Thread blocks that a link may occupy on a GPU. On H200s a 4 MB transfer takes 44 us with 16, and
@@ -174,11 +173,6 @@ class TimeShard(StatePassing):
 
     def microbatches(self, batch: int) -> list[slice]:
         return split_batch(batch, self.chunks)
-
-    def batch_norm(
-        self, x: Tensor, running: Running, affine: Affine, statistics: Collectives
-    ) -> Tensor:
-        return normalize(x, running, affine, statistics)
 
     def begin(self, x: Tensor, call: str, has_state: bool) -> None:
         if has_state and not self.is_first:

@@ -14,6 +14,7 @@ from spikefuse.graph.checkpoint import CHECKPOINT, checkpointed, recompute_check
 from spikefuse.graph.constant_input import compute_steps_once
 from spikefuse.graph.fuse_norms import fuse_norms
 from spikefuse.graph.layout import use_channels_last
+from spikefuse.graph.nodes import mark_synchronized, synchronized
 from spikefuse.graph.operations import ScanNode
 from spikefuse.graph.recorded import buffers_of, recorded
 from spikefuse.graph.report import GraphReport
@@ -48,14 +49,16 @@ def compile_graph(
         chunks: cut the graph into about so many segments, which backward recomputes; it is executed
             then.
     """
-    if mode == "inductor" and chunks is None and not operations.shares_time():
+    graphs = [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
+    alone = not (any([*map(mark_synchronized, graphs)]) or operations.shares_time())
+    if mode == "inductor" and chunks is None and alone:
         report.graphs += 1
         apply_passes(gm, report)
         return noted(inductor(gm, example_inputs), report)
     run = operations.saving_bits(executable(gm, report, chunks))
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)
     records = mode == "recorded" or (mode == "auto" and on_gpu)
-    if records and chunks is None and not operations.shares_time():
+    if records and chunks is None and alone:
         run = recorded(run, buffers_of(gm))
     return noted(run, report)
 
@@ -103,6 +106,9 @@ def _call_directly(node: fx.Node) -> None:
         node.target = operations.max_pool2d
     elif node.target is F.avg_pool2d:
         node.target = operations.avg_pool2d
-    elif node.target is F.batch_norm and (node.meta.get("repeats") or operations.shares_time()):
+    elif node.target is F.batch_norm and (
+        node.meta.get("repeats") or synchronized(node) or operations.shares_time()
+    ):
         node.target = operations.batch_norm
-        node.kwargs = {**node.kwargs, "repeats": node.meta.get("repeats", 1)}
+        repeats = node.meta.get("repeats", 1)
+        node.kwargs = {**node.kwargs, "repeats": repeats, **synchronized(node)}

@@ -84,6 +84,8 @@ class Captured:
         else:
             if not self.report.has_run and self.report.graphs:
                 self._renew(key)
+            if not self._is_new_call:
+                self.report.leave_others()
             return result
         finally:
             active.captures, self.report.net = outer, None

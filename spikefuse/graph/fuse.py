@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+import operator
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from spikefuse._torch import children_of, separate
+from spikefuse._torch import separate
+from spikefuse.block import batch_norm
 from spikefuse.graph.captured import Captured
 from spikefuse.graph.report import Fusion
 from spikefuse.nn.neuron import check_module
@@ -26,8 +32,9 @@ def fuse(model: M, mode: str = "auto") -> M:
     network does runs as it is. Another mode of training, gradients or autocast, or another shape is
     captured anew. Where a network cannot be captured, it runs unfused: slower, never different.
 
-    The result is a new module with the same names. It shares parameters, buffers and layers with
-    `model`, which remains usable. State dicts load both ways, and an optimizer of one trains both.
+    The result is a new module with the same names. It shares parameters and buffers with `model`,
+    which remains usable; training mode, hooks and other attributes are its own. State dicts load
+    both ways, and an optimizer of one trains both.
     In a model that contains a `Temporal`, what the `Temporal` runs is captured; any other module is
     captured whole, such as a network that handles `[T, B, ...]` itself.
 
@@ -66,30 +73,15 @@ def fuse(model: M, mode: str = "auto") -> M:
     compiled = {m for part in model.modules() if is_compiled(part) for m in part.modules()}
     names = {m: f"{name}.net." if name else "net." for name, m in model.named_modules()
              if isinstance(m, Temporal) and m not in compiled}  # fmt: skip
-    containers: dict[nn.Module, Captured] = {
-        m: Captured(mode, prefix) for m, prefix in names.items()
-    }
-    made: dict[nn.Module, nn.Module] = {}
-
-    def build(module: nn.Module) -> nn.Module:
-        """A copy of a module that leads to one that changes, or the module itself."""
-        if module not in made:
-            changed = {name: child for name, old in children_of(module).items()
-                       if (child := build(old)) is not old}  # fmt: skip
-            made[module] = module
-            if module in containers or changed:
-                made[module] = copied = copy.copy(module)
-                separate(copied)
-                for name, child in changed.items():
-                    copied.add_module(name, child)
-                if isinstance(copied, Temporal):
-                    copied.captured = containers[module]
-        return made[module]
-
-    result: Any = build(model) if containers else copy.copy(model)
-    all_captured = [*containers.values()] or [Captured(mode)]
-    if not containers:
-        vars(result)["forward"] = _Forward(result, all_captured[0])
+    copies = ModuleCopies(model)
+    result: Any = copies.of(model)
+    all_captured = []
+    for module, prefix in names.items():
+        all_captured.append(Captured(mode, prefix))
+        copies.of(module).captured = all_captured[-1]
+    if not names:
+        all_captured.append(Captured(mode))
+        vars(result)["forward"] = partial(_call, all_captured[0], result)
     vars(result)["fusion"] = Fusion(tuple(c.report for c in all_captured))
     return result
 
@@ -99,14 +91,93 @@ def is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule"
 
 
-class _Forward:
-    """The `forward` of a fused module that is not a `Temporal`."""
+class ModuleCopies:
+    """Copies of the modules of a network, which refer to each other and share all tensors.
 
-    def __init__(self, module: nn.Module, captured: Captured) -> None:
-        self.module, self.captured = module, captured
+    References to a module are followed in its attributes, in hooks, and there in lists, tuples,
+    dicts and sets, bound methods, partial functions and closures; other objects are shared.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return run_captured(self.captured, _forward, self.module, args, kwargs)
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = set(model.modules())
+        #: What was copied and its copy, by id: without a reference, an id may name another object.
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, value: Any) -> Any:
+        """Return `value` with references to the copies, or itself if it refers to no module."""
+        key = id(value)
+        if key not in self._made:
+            self._made[key] = value, value  # for a container that contains itself
+            self._made[key] = value, self._copy(value)
+        return self._made[key][1]
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return self._copy_module(value) if value in self._modules else value
+        if isinstance(value, MethodType):
+            owner = self.of(value.__self__)
+            return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        if isinstance(value, partial):
+            old = value.func, value.args, value.keywords
+            function, args, options = new = [*map(self.of, old)]
+            return value if _are_same(old, new) else partial(function, *args, **options)
+        if isinstance(value, FunctionType) and value.__closure__:
+            return self._copy_function(value, value.__closure__)
+        return self._copy_container(value)
+
+    def _copy_module(self, module: nn.Module) -> nn.Module:
+        result = copy.copy(module)
+        if isinstance(module, nn.SyncBatchNorm) and batch_norm.traceable is not None:
+            result = batch_norm.traceable(module)
+        self._made[id(module)] = module, result
+        separate(result, shares_tensors=True)
+        state = vars(result)
+        state.update({name: self.of(value) for name, value in state.items()})
+        if is_compiled(result):
+            result.__setstate__(result.__getstate__())  # which compiles the copy
+        return result
+
+    def _copy_function(self, function: FunctionType, cells: Sequence[CellType]) -> FunctionType:
+        # Only modules and their methods: lists that a function changes are read elsewhere.
+        empty = CellType()
+        old = [None if cell == empty else cell.cell_contents for cell in cells]
+        new = [self.of(x) if isinstance(x, nn.Module | MethodType) else x for x in old]
+        if _are_same(old, new):
+            return function
+        closure = tuple(
+            cell if x is y else CellType(y) for cell, x, y in zip(cells, old, new, strict=True)
+        )
+        result = FunctionType(
+            function.__code__,
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            closure,
+        )
+        result.__kwdefaults__ = function.__kwdefaults__
+        vars(result).update(vars(function))
+        return result
+
+    def _copy_container(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in (list, tuple, set, frozenset):
+            old = [*value]
+            new = [*map(self.of, old)]
+            return value if _are_same(old, new) else kind(new)
+        if kind in (dict, OrderedDict):
+            old = [item for pair in value.items() for item in pair]
+            new = [*map(self.of, old)]
+            return value if _are_same(old, new) else kind(zip(new[::2], new[1::2], strict=True))
+        return value
+
+
+def _are_same(old: Sequence[Any], new: Sequence[Any]) -> bool:
+    return all(map(operator.is_, old, new))
+
+
+def _call(captured: Captured, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the `forward` of a fused module that is not a `Temporal`."""
+    return run_captured(captured, _forward, module, args, kwargs)
 
 
 def _forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

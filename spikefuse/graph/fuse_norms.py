@@ -32,6 +32,7 @@ from spikefuse.graph.nodes import (
     name_of,
     replay,
     storage_of,
+    synchronized,
     value,
     views_above,
 )
@@ -212,6 +213,8 @@ def _check_sum_is_returnable(
 
 def _can_share_block(norms: list[Summand]) -> bool:
     """Whether one block can compute both norms."""
+    if any(synchronized(s.norm) for s in norms):
+        return False
     first, second = (arguments_of(s.norm, F.batch_norm) for s in norms)
     weights = value(first["weight"]), value(second["weight"])
     if first["training"] != second["training"] or None in weights:
@@ -281,6 +284,7 @@ def _replace(graph: fx.Graph, match: Match) -> None:
                 batch = graph.call_function(
                     operations.norm_statistics,
                     (a["input"], a["weight"], running, a["eps"], alone.backend, repeats),
+                    synchronized(summand.norm),
                 )
             if counter is not None:
                 graph.erase_node(counter)
@@ -298,7 +302,8 @@ def _replace(graph: fx.Graph, match: Match) -> None:
         if moves:
             inputs = [graph.call_method("movedim", (x, match.channel_dim, 2)) for x in inputs]
         arguments = scan.block_arguments(made, inputs, norms)
-        block = graph.call_function(operations.run_block, arguments)
+        shared = synchronized(match.norms[0].norm)
+        block = graph.call_function(operations.run_block, arguments, shared)
         if moves:
             outputs = [graph.call_function(operator.getitem, (block, i))
                        for i in range(made.program.step.num_outputs)]  # fmt: skip

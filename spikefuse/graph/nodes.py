@@ -9,8 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from spikefuse.block.batch_norm import synchronized_batch_norm
 
 _VIEW_NAMES = (
     *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim", "contiguous"),
@@ -87,6 +90,22 @@ def module_of(node: fx.Node, net: nn.Module | None) -> str:
             if str(id(module)) == key:
                 return name
     return re.sub(r"^L\[[^\]]*\]\.?", "", path)
+
+
+def mark_synchronized(graph: fx.Graph) -> bool:
+    """Mark the norms whose statistics other processes share, see `synchronized`, and return whether
+    there are any."""
+    nodes = graph.find_nodes(op="call_function", target=synchronized_batch_norm)
+    for node in nodes:
+        node.target = F.batch_norm
+        *node.args, node.meta["synchronized"] = node.args
+    return bool(nodes)
+
+
+def synchronized(norm: fx.Node) -> dict[str, int]:
+    """The further argument of operations on a norm whose statistics other processes share."""
+    known = norm.meta.get("synchronized")
+    return {} if known is None else {"synchronized": known}
 
 
 def arguments_of(node: fx.Node, function: Callable[..., Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from spikefuse.block import batch_norm as batch_norms
 from spikefuse.block import functional
 from spikefuse.block.functional import Norm, Statistics
 from spikefuse.block.program import BlockProgram, block_program
@@ -64,8 +65,12 @@ def shares_time() -> bool:
     return active.call is not None and active.call.passing is not None
 
 
-def _passing() -> StatePassing | None:
-    return None if active.call is None else active.call.passing
+def _passing(synchronized: int | None = None) -> StatePassing | None:
+    """The state passing of the call, for a norm with processes of its own those of the norm."""
+    passing = None if active.call is None else active.call.passing
+    if synchronized is None:
+        return passing
+    return batch_norms.state_passing_of(batch_norms.synchronized[synchronized], passing)
 
 
 def saving_bits(gm: fx.GraphModule) -> Callable[..., Any]:
@@ -100,19 +105,24 @@ def norm_statistics(
     eps: float,
     backend: str,
     repeats: int = 1,
+    synchronized: int | None = None,
 ) -> Statistics:
     """The statistics of the channels of `x` `[N, C, ...]`, which is repeated so many times; updates
     the running statistics."""
-    x, passing = x.detach().unsqueeze(0).expand(repeats, *x.shape), _passing()
+    x, passing = x.detach().unsqueeze(0).expand(repeats, *x.shape), _passing(synchronized)
     collectives = None if passing is None else passing.statistics
     return functional.norm_statistics(x, weight, eps, running, backend, collectives)
 
 
 def run_block(
-    name: str, arguments: Arguments[Tensor], norms: list[Norm], final: bool
+    name: str,
+    arguments: Arguments[Tensor],
+    norms: list[Norm],
+    final: bool,
+    synchronized: int | None = None,
 ) -> list[Tensor]:
     """Norms and neuron on `[T, B, C, ...]`."""
-    arguments = arguments._replace(passing=_passing())
+    arguments = arguments._replace(passing=_passing(synchronized))
     wanted = Wanted(final, active.spikes is not None, save=False)
     results = functional.run_block(name, arguments, norms, wanted)
     return _finish(results, block_program(name).kind.returns_sum)
@@ -128,16 +138,19 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
     repeats: int = 1,
+    synchronized: int | None = None,
 ) -> Tensor:
-    """`F.batch_norm` of one step of several equal ones, or of steps of which other processes hold
-    some."""
+    """`F.batch_norm` of one step of several equal ones, or with the statistics of several
+    processes."""
     given = weight, bias, training, momentum, eps
-    passing = _passing()
+    passing = _passing(synchronized)
     if training and passing is not None and passing.statistics is not None:
+        assert batch_norms.normalize is not None
         running = Running(running_mean, running_var, None, momentum)
         # Other processes may have another number of equal steps, or none.
         steps = x.unsqueeze(0).expand(repeats, *x.shape).flatten(0, 1)
-        y = passing.batch_norm(steps, running, (weight, bias, eps), passing.statistics)
+        affine = weight, bias, eps
+        y = batch_norms.normalize(steps, running, affine, passing.statistics)
         return y[: len(x)]
     if repeats == 1 or not training or running_var is None:
         return F.batch_norm(x, running_mean, running_var, *given)

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from spikefuse.graph.nodes import module_of
+from spikefuse.kernels.norm import BatchNorm
 from spikefuse.transforms.tables import aligned
+
+NOT_CAPTURED = "no graph contains it: TorchDynamo does not trace the code that calls it"
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,14 @@ class GraphReport:
         name = self.name_of(norm)
         if all(place.norm != name for place in self.places):
             self.places.append(Place(name, reason=reason))
+
+    def leave_others(self) -> None:
+        """Record the norms that no graph of a call contains."""
+        known = {place.norm for place in self.places}
+        names = [] if self.net is None else [
+            self.prefix + name for name, m in self.net.named_modules() if isinstance(m, BatchNorm)
+        ]  # fmt: skip
+        self.places += [Place(n, reason=NOT_CAPTURED) for n in names if n not in known]
 
     def note(self, text: str) -> None:
         if text not in self.notes:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from spikefuse.kernels.running import Running
 from spikefuse.nn.call import active
 from spikefuse.nn.nesting import flatten, unflatten
-from spikefuse.scan.state_passing import Affine, Buffers, Channel, Collectives, StatePassing
+from spikefuse.scan.state_passing import Buffers, Channel, Collectives, StatePassing
 
 T = TypeVar("T")
 
@@ -222,11 +221,6 @@ class _Passing(StatePassing):
         self.is_first, self.is_last = inner.is_first, inner.is_last
         if inner.statistics is not None:
             self.statistics = _Collectives(inner.statistics, arrivals)
-
-    def batch_norm(
-        self, x: Tensor, running: Running, affine: Affine, statistics: Collectives
-    ) -> Tensor:
-        return self.inner.batch_norm(x, running, affine, statistics)
 
     def microbatches(self, batch: int) -> list[slice]:
         return self.inner.microbatches(batch)

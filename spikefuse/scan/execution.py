@@ -149,7 +149,7 @@ class Execution:
         roles = starts or none, saved or none, ends or none, gradients.states or none
         by_state = [*chain.from_iterable(zip(*roles, strict=True))]
         values = self.values(arguments) if arguments.params else arguments.scalars
-        sums = [g for g in gradients.params if g is not None]
+        sums = gradients.params and [g for g in gradients.params if g is not None]
         if ahead:
             assert isinstance(launch, TritonLaunch)
             launch.compile_ahead(sequences, by_state, sums, values)

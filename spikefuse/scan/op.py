@@ -344,24 +344,16 @@ def is_plain(tensors: Tensors) -> bool:
     can be skipped."""
     if torch.compiler.is_compiling() or num_dispatch_modes():
         return False
-    for t in tensors:
-        if type(t) not in PLAIN:
-            return False
-    return not (tensors and _are_transformed(tensors))
-
-
-def _are_transformed(tensors: Tensors) -> bool:
-    """Whether tensors are those of a function transform, or some have tangents."""
     try:
         for t in tensors:
-            if not t.data_ptr() and t.numel():
-                return True
-    except RuntimeError:  # transforms hide the memory
-        return True
-    # Outside of forward-mode differentiation, the first tensor is unpacked into itself.
-    if unpack_dual(tensors[0]).primal is tensors[0]:
+            if type(t) not in PLAIN or not (t.data_ptr() or t.numel() == 0):
+                return False
+    except RuntimeError:  # function transforms hide the memory
         return False
-    return any(unpack_dual(t).tangent is not None for t in tensors)
+    # Outside of forward-mode differentiation, the first tensor is unpacked into itself.
+    if not tensors or unpack_dual(tensors[0]).primal is tensors[0]:
+        return True
+    return all(unpack_dual(t).tangent is None for t in tensors)
 
 
 def are_transformed(tensors: Tensors) -> bool:
@@ -369,7 +361,7 @@ def are_transformed(tensors: Tensors) -> bool:
     tangents."""
     if torch.compiler.is_compiling() or not all(type(t) in PLAIN for t in tensors):
         return False
-    return bool(tensors) and _are_transformed(tensors)
+    return not num_dispatch_modes() and not is_plain(tensors)
 
 
 def refuse_transforms(tensors: Tensors) -> None:

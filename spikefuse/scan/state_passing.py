@@ -16,10 +16,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from spikefuse.kernels.running import Running
-
-#: Weight, bias and eps of a batch norm.
-Affine = tuple[Tensor | None, Tensor | None, float]
 #: The states of each microbatch, or their gradients.
 Buffers = Sequence[list[Tensor]]
 
@@ -75,12 +71,6 @@ class StatePassing:
 
     def end(self) -> None:
         """End a call of a network, except for its backward pass."""
-
-    def batch_norm(
-        self, x: Tensor, running: Running, affine: Affine, statistics: Collectives
-    ) -> Tensor:
-        """A batch norm with the statistics of all processes, by which it updates `running`."""
-        raise NotImplementedError
 
     def microbatches(self, batch: int) -> list[slice]:
         """The slices of a batch, the same in all processes."""

@@ -165,22 +165,33 @@ def test_memory_policies(memory) -> None:
             assert torch.equal(a, b)
 
 
+class AfterBlock(nn.Module):
+    def __init__(self, rest: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.bn, self.lif = nn.Linear(40, 300), nn.BatchNorm1d(300), sf.LIF(0.9)
+        self.rest = rest
+
+    def forward(self, x):
+        return self.rest(self.lif(self.bn(self.linear(x))))
+
+
 def test_after_a_fused_block_whose_spikes_are_packed() -> None:
     _, *rest = network((40, 300, 70, 10)).net
-    block = nn.Linear(40, 300), nn.BatchNorm1d(300), sf.LIF(0.9)
-    found = []
+    layers, found = AfterBlock(nn.Sequential(*rest)), []
     for memory in (None, SaveAll()):
-        net = sf.fuse(sf.Temporal(nn.Sequential(*copy.deepcopy([*block, *rest])), memory))
-        assert len(net.fusion.fused) == 1
+        net = sf.fuse(sf.Temporal(copy.deepcopy(layers), memory))
         net(spikes(40)).square().sum().backward()
+        assert len(net.fusion.fused) == 1
         found.append([p.grad for p in net.parameters()])
     assert all(x.any() for x in found[0])
     assert all(map(torch.equal, *found))
 
 
 def test_nothing_to_fuse() -> None:
-    net = network()
-    assert sf.fuse(net) is net
+    net, x = network(), spikes(40)
+    fused = sf.fuse(net)
+    assert torch.equal(fused(x), net(x))
+    assert not fused.fusion.places
 
 
 # A warning of PyTorch, raised when compiled code resumes after a layer.
