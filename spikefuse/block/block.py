@@ -27,6 +27,7 @@ from spikefuse.memory.policies import Checkpoint, Policy
 from spikefuse.neurons.definition import Neuron, States, with_outputs
 from spikefuse.nn.call import active, mark_binary, wants_bits
 from spikefuse.nn.neuron import backend_of, call_neuron, check_inputs, checked_names, from_rest
+from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.checks import check_backend, check_param, is_plain, refuse_transforms
 from spikefuse.scan.layout import flatten_steps, unflatten_steps
 from spikefuse.scan.program import Kinds, kinds_of
@@ -91,6 +92,7 @@ class Block(nn.Module):
             )
         self.norm, self.neuron, self.memory = norm, neuron, memory
 
+    @leaf
     def forward(
         self,
         x: Tensor,

@@ -19,6 +19,7 @@ from spikefuse.events.format import Events
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.neuron import backend_of, refuse_class, scan_neuron
+from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.checks import call_untraced, check_backend, refuse_export, refuse_transforms
 from spikefuse.scan.records import Arguments, Wanted
 
@@ -162,6 +163,7 @@ class EventLinear(nn.Module):
         options = f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
         return f"{options}, capacity={self.capacity}, overflow={self.overflow!r}"
 
+    @leaf
     def forward(self, x: Events | Tensor) -> Events | Tensor:
         # A parametrized weight is computed once in a call.
         return call_untraced(cached()(self._run) if is_parametrized(self) else self._run, x)

@@ -107,7 +107,7 @@ def _values(name: str, initial: Initial, channels: int | None, high: float = mat
         values = torch.as_tensor(initial).detach().double()
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} is {initial!r}: expected a number, or several") from None
-    if not ((values > 0) & (values < high)).all():
+    if not (values.is_meta or ((values > 0) & (values < high)).all()):
         expected = (
             "a positive finite number"
             if high == math.inf

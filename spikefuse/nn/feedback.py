@@ -18,6 +18,7 @@ from spikefuse.nn.neuron import (
     scan_neuron,
 )
 from spikefuse.nn.recurrent import NO_SHARDS
+from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.records import Arguments, Results, Wanted
 
 
@@ -64,6 +65,7 @@ class Feedback(nn.Module):
             raise TypeError(f"neuron is {neuron!r}: expected an instance of a neuron of one input")
         self.body, self.neuron = body, neuron
 
+    @leaf
     def forward(
         self,
         x: Tensor,

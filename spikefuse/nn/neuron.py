@@ -16,6 +16,7 @@ from spikefuse.neurons.definition import Neuron, States, ValuePerStep, first_sta
 from spikefuse.neurons.per_step import per_step_values, with_inputs
 from spikefuse.nn.call import Scan, active, mark_binary, wants_bits
 from spikefuse.nn.checkpoint import refuse_recomputation
+from spikefuse.nn.symbolic import leaf
 from spikefuse.scan import op
 from spikefuse.scan.checks import call_untraced
 from spikefuse.scan.layout import flatten_steps
@@ -26,6 +27,7 @@ IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@leaf
 def forward(
     neuron: Neuron,
     *inputs: Tensor,

@@ -19,6 +19,7 @@ from spikefuse.nn.neuron import (
     from_rest,
     refuse_class,
 )
+from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.recurrent import recurrent_scan
 
@@ -133,6 +134,7 @@ class Recurrent(nn.Module):
         options += [] if self.self_connections else ["self_connections=False"]
         return ", ".join(options)
 
+    @leaf
     def forward(
         self,
         *inputs: Tensor,

@@ -19,6 +19,7 @@ from spikefuse.nn.checkpoint import containers
 from spikefuse.nn.nesting import map_tensors, map_values, named_values
 from spikefuse.nn.neuron import IMPLEMENTATIONS, check_module
 from spikefuse.nn.reading import note_on
+from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.checks import refuse_export
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.state_passing import StatePassing
@@ -153,6 +154,7 @@ class Temporal(nn.Module):
         """The neurons inside, by their name in `named_modules()`."""
         return neurons_of(self.net)
 
+    @leaf
     def forward(
         self,
         *inputs: Any,

@@ -250,7 +250,7 @@ def test_states() -> None:
     expected, state = net(x[:2], return_state=True)
     y, fused_state = fused(x[:2], return_state=True)
     assert torch.equal(y, expected)
-    assert state.keys() == fused_state.keys() == {"lif"}
+    assert state.keys() == fused_state.keys() == {"net.lif"}
     assert torch.equal(fused(x[2:], state=state), net(x[2:], state=fused_state))
 
 
