@@ -313,7 +313,8 @@ class _Operations:
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         packet = func.overloadpacket
-        drawn = "" if rewrites.is_supported(packet) else _random(func)
+        is_derivative = packet in rewrites.IN_GRADIENTS and not self.gradients
+        drawn = "" if rewrites.is_supported(packet) and not is_derivative else _random(func)
         if drawn:
             raise UnsupportedOperation(
                 f"{self.step} uses '{drawn}' at {_user_line()}: a kernel draws no random numbers, "
@@ -330,7 +331,6 @@ class _Operations:
             "kernels consist of pointwise operations that change nothing in place "
             '(docs/write-a-neuron.md lists them); impl="reference" runs the eager loop'
         )
-        is_derivative = packet in rewrites.IN_GRADIENTS and not self.gradients
         if not in_place and not is_derivative and rewrites.is_supported(packet):
             args = [self._float32(a) for a in args]
             result = func(*args, **kwargs)

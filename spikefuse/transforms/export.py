@@ -13,6 +13,7 @@ from torch.jit import TracerWarning  # type: ignore[attr-defined]
 
 from spikefuse.block.block import Block
 from spikefuse.events.linear import EventLinear
+from spikefuse.graph.fuse import run_fused
 from spikefuse.neurons.definition import Neuron, States, first_states
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.nesting import map_tensors
@@ -62,8 +63,8 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
     result = copy.deepcopy(net).eval().requires_grad_(False)
     inside = {m for t in result.modules() if isinstance(t, Temporal) for m in t.net.modules()}
     for name, module in result.named_modules():
-        if hasattr(vars(module).get("forward"), "captured"):
-            del module.forward  # of `spikefuse.fuse`
+        if getattr(vars(module).get("forward"), "func", None) is run_fused:
+            del module.forward
         if not isinstance(module, Temporal | Neuron | Recurrent | Feedback | Block):
             continue
         if "impl" in inspect.signature(module.forward).parameters:

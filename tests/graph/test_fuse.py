@@ -196,6 +196,16 @@ def test_hooks_belong_to_each() -> None:
     assert seen == ["before", "after", "before"]
 
 
+def test_hooks_of_state_dicts_get_the_copies() -> None:
+    seen: list[nn.Module] = []
+    net = network()
+    net.net.bn.register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    fused = sf.fuse(net)
+    del net
+    fused.load_state_dict(fused.state_dict())
+    assert seen == [fused.net.bn]
+
+
 def test_state_dicts_load_both_ways() -> None:
     x = torch.randn(4, 3, 6)
     net, fused = network(), sf.fuse(network())
