@@ -19,10 +19,10 @@ def leaf(forward: F) -> F:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for x in args:
             if isinstance(x, fx.Proxy):
-                target = x.tracer.path_of_module(self)  # type: ignore[attr-defined]
+                target = x.tracer.path_of_module(self)
                 return x.tracer.create_proxy("call_module", target, args, kwargs)
         return forward(self, *args, **kwargs)
 
-    call.__signature__ = signature(forward)  # type: ignore[attr-defined]
-    del call.__wrapped__  # type: ignore[attr-defined]  # torch.fx would read its code
-    return call  # type: ignore[return-value]
+    call.__signature__ = signature(forward)
+    del call.__wrapped__  # torch.fx would read its code
+    return call

@@ -111,6 +111,7 @@ def test_other_norms_and_neurons() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "augmented", "read again"])
 def test_compiled_as_one_graph(name: str) -> None:
+    torch.compiler.reset()
     net, x = sf.Temporal(Net(FUSED[name][0])), torch.randn(4, 3, 6)
     fused = sf.fuse(copy.deepcopy(net))
     y = torch.compile(fused, fullgraph=True, backend="aot_eager")(x)
