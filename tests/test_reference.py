@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacfwd, jacrev, stack_module_state, vmap
 
+import spikefuse as sf
 from spikefuse import LIF, PLIF, Neuron, State, reference
 
 
@@ -130,3 +134,51 @@ def test_several_outputs() -> None:
     outputs, (v,) = reference.scan(Both(), (x,))
     assert [y.tolist() for y in outputs] == [[[1.0], [3.0]], [[1.0], [1.0]]]
     assert v.tolist() == [2.0]
+
+
+LEARNED = {
+    "PLIF": lambda: sf.PLIF(threshold=0.3),
+    "learned surrogate": lambda: sf.LIF(
+        threshold=sf.LearnablePositive(0.3),
+        surrogate=sf.surrogate.FastSigmoid(sf.LearnablePositive(3.0, 8), cutoff=-0.3),
+    ),
+    "Recurrent": lambda: sf.Recurrent(sf.LIF(threshold=0.3), 8),
+}
+
+
+# PyTorch compiles decompositions for jacfwd with torch.jit.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("name", LEARNED)
+def test_function_transforms(name):
+    torch.manual_seed(0)
+    nets = [
+        sf.Temporal(nn.Sequential(nn.Linear(6, 8), LEARNED[name](), nn.Linear(8, 3)))
+        for _ in range(2)
+    ]
+    x, call = torch.rand(5, 4, 6), partial(functional_call, nets[0], kwargs={"impl": "reference"})
+
+    def loss(params, x):
+        return call(params, (x,)).square().sum()
+
+    def gradients(net, x):
+        y = net(x, impl="reference").square().sum()
+        return torch.autograd.grad(y, list(net.parameters()))
+
+    params, _ = stack_module_state(nets)
+    by_model = vmap(grad(loss), in_dims=(0, None))(params, x)
+    for i, net in enumerate(nets):
+        torch.testing.assert_close([g[i] for g in by_model.values()], [*gradients(net, x)])
+    own = dict(nets[0].named_parameters())
+    by_sample = vmap(grad(loss), in_dims=(None, 1))(own, x.unsqueeze(2))
+    for i in range(4):
+        expected = gradients(nets[0], x[:, i : i + 1])
+        torch.testing.assert_close([g[i] for g in by_sample.values()], [*expected])
+    forward, reverse = (jac(lambda p: call(p, (x,)).sum(0))(own) for jac in (jacfwd, jacrev))
+    torch.testing.assert_close(forward, reverse)
+    sums = [
+        torch.autograd.functional.jacobian(
+            lambda x: nets[0](x, impl="reference").sum(0), x, vectorize=is_vectorized
+        )
+        for is_vectorized in (False, True)
+    ]
+    torch.testing.assert_close(*sums)

@@ -222,6 +222,7 @@ def _shard_layer(layer: nn.Module, group: Group) -> NeuronShard | Replicated:
         raise TypeError(f"net contains a {type(layer).__name__}: expected EventLinear layers only")
     if layer.neuron is None:
         return Replicated(layer, group)
+    layer.refuse_computed("sharded")
     options = {name: getattr(layer, name) for name in ("capacity", "overflow", "impl")}
     options |= {"bias": layer.bias is not None, "device": layer.weight.device}
     shard = NeuronShard(layer.in_features, layer.out_features, layer.neuron, group, **options)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spikefuse.events.format import Events
 from spikefuse.neurons.definition import Neuron
+from spikefuse.scan.checks import refuse_transforms
 from spikefuse.scan.double_backward import refuse_double_backward
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_transforms([grad])
         weight = ctx.saved_tensors[0]  # raises an error if it was modified in place
         with torch.no_grad():
             found, bias, values = ctx.kernels.gradients(ctx.events, grad, weight.t())
@@ -104,6 +106,7 @@ class _EventLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_transforms([grad])
         # Raises an error if weight or bias were modified in place: currents may be recomputed.
         weight, bias, *_ = ctx.saved_tensors
         with torch.no_grad():
@@ -129,4 +132,5 @@ class _ListMarks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        refuse_transforms([grad])
         return ctx.events.with_values(grad).to_dense(grad.dtype), None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import cached, is_parametrized
 
 from spikefuse.events import autograd
 from spikefuse.events.candidates import with_candidates
@@ -18,7 +19,7 @@ from spikefuse.events.format import Events
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.neuron import backend_of, refuse_class, scan_neuron
-from spikefuse.scan.op import call_untraced, check_backend, refuse_export
+from spikefuse.scan.checks import call_untraced, check_backend, refuse_export, refuse_transforms
 from spikefuse.scan.records import Arguments, Wanted
 
 IMPLEMENTATIONS = ("auto", "numba", "triton", "dense")
@@ -162,14 +163,16 @@ class EventLinear(nn.Module):
         return f"{options}, capacity={self.capacity}, overflow={self.overflow!r}"
 
     def forward(self, x: Events | Tensor) -> Events | Tensor:
-        return call_untraced(self._run, x)
+        # A parametrized weight is computed once in a call.
+        return call_untraced(cached()(self._run) if is_parametrized(self) else self._run, x)
 
     def _run(self, x: Events | Tensor) -> Events | Tensor:
         refuse_export()
         call = active.call
         if call is not None and not (self.neuron is None or id(self.neuron) in call.names):
             call = None
-        self._check_weights()
+        weight = self.kernel_weight()  # raises its errors early
+        refuse_transforms([x, weight] if isinstance(x, Tensor) else [weight])
         spikes = None
         if not isinstance(x, Events):
             dense = self._unfold(x, call)
@@ -184,18 +187,32 @@ class EventLinear(nn.Module):
         y = self._currents(used, spikes, impl)
         return y if call is None else y.flatten(0, 1)
 
-    def _check_weights(self) -> None:
-        for x in (self.weight, self.bias):
+    def kernel_weight(self) -> Tensor:
+        """Return the weight with the strides that kernels read: a copy, with history, of a weight
+        that is computed, as by a parametrization, in other strides."""
+        weight = self.weight
+        for x in (weight, self.bias):
             if x is not None and x.dtype != torch.float32:
                 raise TypeError(
                     f"the weights are {x.dtype}: layers on events compute in float32; convert them "
                     "with .float()"
                 )
-        if not self.weight.t().is_contiguous():
+        if weight.t().is_contiguous():
+            return weight
+        if not isinstance(weight, nn.Parameter):
+            return weight.t().contiguous().t()
+        raise ValueError(
+            f"the weight has strides {weight.stride()}, but kernels read the contiguous weights of "
+            f"an input, strides (1, {self.out_features}): assign "
+            "weight.data = weight.t().contiguous().t()"
+        )
+
+    def refuse_computed(self, task: str) -> None:
+        """Raise a ValueError if the weight is not a parameter."""
+        if not isinstance(self.weight, nn.Parameter):
             raise ValueError(
-                f"the weight has strides {self.weight.stride()}, but kernels read the contiguous "
-                f"weights of an input, strides (1, {self.out_features}): assign "
-                "weight.data = weight.t().contiguous().t()"
+                "the weight of an EventLinear is computed, as by a parametrization, and cannot be "
+                f"{task}: do this before registering it, or after removing it"
             )
 
     def _unfold(self, x: Tensor, call: TemporalCall | None) -> Tensor:
@@ -247,7 +264,7 @@ class EventLinear(nn.Module):
         """Run forward and backward, to be timed."""
         with torch.enable_grad():
             y = self._currents(events, None, impl)
-            leaves = [events.values, *self.parameters(recurse=False)]
+            leaves = [events.values, self.weight, self.bias]
             needed = [x for x in leaves if x is not None and x.requires_grad]
             torch.autograd.grad(y, needed, y.detach())
 
@@ -259,7 +276,7 @@ class EventLinear(nn.Module):
         """
         if impl != "dense" and spikes is None:
             kernels = autograd.kernels_of(impl)
-            y = autograd.product(events, self.weight, self.bias, kernels)
+            y = autograd.product(events, self.kernel_weight(), self.bias, kernels)
             return y.view(*events.shape[:2], self.out_features)
         y = (events.to_dense() if spikes is None else spikes.float()) @ self.weight.t()
         return y if self.bias is None else y + self.bias
@@ -288,7 +305,8 @@ class EventLinear(nn.Module):
         stateless = state is None and not final_wanted and backend in ("auto", "numba")
         on_lists = impl == "numba" and spikes is None
         if on_lists and stateless and autograd.can_fuse(marking, self.weight):
-            return self._from_events(autograd.layer(events, marking, self.weight, self.bias))
+            layer = autograd.layer(events, marking, self.kernel_weight(), self.bias)
+            return self._from_events(layer)
         currents = (self._currents(events, spikes, impl),)
         backend = backend_of(currents, backend)
         wanted = Wanted(final_wanted, impl=backend)
@@ -308,7 +326,8 @@ class EventLinear(nn.Module):
 
 def _check_weight(layer: EventLinear, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Before a state dict is loaded: explain a weight that is transposed."""
-    weight, expected, errors = state_dict.get(f"{prefix}weight"), layer.weight.shape, rest[-1]
+    expected = layer.out_features, layer.in_features
+    weight, errors = state_dict.get(f"{prefix}weight"), rest[-1]
     if weight is not None and weight.shape == expected[::-1] != expected:
         errors.append(
             f"{prefix}weight is {list(weight.shape)}: expected {list(expected)}, as in "
@@ -319,4 +338,7 @@ def _check_weight(layer: EventLinear, state_dict: dict[str, Any], prefix: str, *
 
 def _restore_strides(layer: EventLinear, _: Any) -> None:
     """After a state dict was loaded: with assign=True, its tensor is the weight."""
-    layer.weight.data = layer.weight.t().contiguous().t()
+    # Not `layer.weight`: reading a parametrized weight may change its buffers.
+    weight = dict(layer.named_parameters(recurse=False)).get("weight")
+    if weight is not None:
+        weight.data = weight.t().contiguous().t()

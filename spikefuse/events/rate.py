@@ -47,6 +47,7 @@ def scale_to_rate(net: nn.Module, x: Events | Tensor, rate: float) -> dict[str, 
 
 def _scale(name: str, layer: EventLinear, inputs: Events, rate: float) -> Events:
     """Scale one layer and return its events."""
+    layer.refuse_computed("scaled")
     original = layer.weight.clone()
     low, high = -LARGEST, LARGEST
     for _ in range(HALVINGS):

@@ -59,9 +59,10 @@ class EventStream(Stream):
         kernels, y = kernels_of(backend), x
         final: dict[str, States] = {}
         for name, layer in self._layers.items():
-            y = kernels.listed_currents(layer.weight.t(), layer.bias, *kernels.list_spikes(y))
+            weight, spikes = layer.kernel_weight().t(), kernels.list_spikes(y)
+            y = kernels.listed_currents(weight, layer.bias, *spikes)
             if layer.neuron is not None:
-                key = f"{name}.neuron"
+                key = f"net.{name}.neuron"
                 state = None if self.state is None else self.state[key]
                 arguments = Arguments((y.view(1, 1, -1),), state)
                 results = scan_neuron(layer.neuron, arguments, Wanted(True, impl=backend))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import count
+from itertools import count, islice
 from types import FunctionType
 from typing import Any
 
@@ -16,6 +16,7 @@ from spikefuse.graph.report import GraphReport
 from spikefuse.memory.policies import Checkpoint
 from spikefuse.nn.call import active, current_policy
 from spikefuse.nn.checkpoint import checkpoint
+from spikefuse.scan.checks import are_transformed
 
 MODES = ("auto", "eager", "inductor", "recorded")
 
@@ -56,6 +57,9 @@ class Captured:
             return active.observer.network(function, net, args, kwargs)
         if self._has_failed:
             return _run(function, net, args, kwargs)
+        inputs = filter(torch.is_tensor, (*args, *kwargs.values()))
+        if are_transformed([*inputs, *islice(net.parameters(), 1)]):
+            return function(net, args, kwargs)  # whose kernels raise an error
         hooks, has_backward_hooks = hooks_of(net.modules())  # on which TorchDynamo does not guard
         if has_backward_hooks or has_global_hooks():  # which it does not trace
             self.report.clear()

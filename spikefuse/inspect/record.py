@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,7 +16,7 @@ from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import label
 from spikefuse.inspect.observer import ModuleObserver
-from spikefuse.neurons.definition import Neuron
+from spikefuse.neurons.definition import Neuron, UnknownOutput
 from spikefuse.nn.call import Scan, active
 from spikefuse.nn.checkpoint import is_recomputed
 from spikefuse.nn.nesting import map_tensors
@@ -23,7 +24,7 @@ from spikefuse.nn.neuron import scan_neuron
 from spikefuse.scan.layout import unflatten_steps
 from spikefuse.scan.records import Arguments, Results, Wanted
 
-SPIKES, OUTPUT = "spikes", "output"
+SPIKES, POTENTIAL, OUTPUT = "spikes", "h", "output"
 Names = str | Iterable[str]
 
 
@@ -69,9 +70,10 @@ class Record(Mapping[str, dict[str, Any]]):
 
     @property
     def rates(self) -> dict[str, float]:
-        """The share of neurons that fire in a step, by layer of neurons."""
-        spikes = self.of().items()
-        return {name: (s.detach() != 0).float().mean().item() for name, s in spikes}
+        """The share of neurons that fire in a step, by layer of neurons. Layers whose outputs are
+        not spikes, such as the potentials of `LI`, have none."""
+        spikes = {name: s.detach() for name, s in self.of().items() if are_spikes(s)}
+        return {name: firing_rate(s) for name, s in spikes.items()}
 
     def __repr__(self) -> str:
         def shown(x: Any) -> str:
@@ -125,12 +127,14 @@ def record(
     at a time; replays of CUDA graphs are not recorded, nor are second runs of a checkpoint in
     backward. A process that holds some of the time steps, or some of the neurons, records its own.
 
+    A recorded neuron that reads NaN warns, since it gives no spike for NaN.
+
     Args:
         net: any module; names are those of `net.named_modules()`.
         neurons: names of neurons, as patterns of `fnmatch`, one or several.
         states: "spikes" for the output of `step` (recorded as "output0", "output1", ... if it has
-            several), and names of declared states; each neuron records those that it has. Neurons
-            of an `EventLinear` have their spikes only.
+            several), names of declared states, and "h" for the potential before the reset; each
+            neuron records those that it has. Neurons of an `EventLinear` have their spikes only.
         layers: names of other modules, as patterns; their results are recorded as "output". Inside
             `Temporal`, tensors are unfolded to `[T, B, ...]`.
         grad: whether values keep their history, for a loss on them. Otherwise they are copies
@@ -168,11 +172,15 @@ class _RecordObserver(ModuleObserver):
             if isinstance(m, EventLinear) and m.neuron in self._neurons
         }
         self._check_states()
-        # By neuron, the names of what its step returns.
-        self._labels: dict[Neuron, tuple[str, ...]] = {}
+        # By neuron, the names of what its step returns, and those of `states` that it has.
+        self._labels: dict[Neuron, tuple[tuple[str, ...], list[str]]] = {}
 
     def _check_states(self) -> None:
-        names = {SPIKES, *(state for neuron in self._neurons for state in type(neuron).states)}
+        names = {
+            SPIKES,
+            POTENTIAL,
+            *(state for neuron in self._neurons for state in type(neuron).states),
+        }
         for state in self.states if self._neurons else ():
             if state not in names:
                 raise ValueError(
@@ -195,10 +203,11 @@ class _RecordObserver(ModuleObserver):
         name = self._neurons.get(neuron)
         if name is None:
             return super().scan(neuron, scan, arguments, wanted)
-        labels = self._labels_of(neuron, arguments)
+        self._warn_of_nan(neuron, name, arguments)
+        labels, states = self._labels_of(neuron, arguments)
         returned = wanted.outputs or labels
         recorded = [*(labels if SPIKES in self.states else ())]
-        recorded += [s for s in self.states if s in type(neuron).states and s not in recorded]
+        recorded += [s for s in states if s not in recorded]
         further = tuple(s for s in recorded if s not in returned)
         if further:
             wanted = wanted._replace(outputs=(*returned, *further))
@@ -210,16 +219,32 @@ class _RecordObserver(ModuleObserver):
                 values[state] = self._value(name, found[state], copy=state in returned)
         return results._replace(outputs=results.outputs[: len(returned)])
 
-    def _labels_of(self, neuron: Neuron, arguments: Arguments[Tensor]) -> tuple[str, ...]:
-        """The names of what `step` returns, from one step of one sample."""
+    def _warn_of_nan(self, neuron: Neuron, name: str, arguments: Arguments[Tensor]) -> None:
+        values = {"inputs": arguments.inputs, "initial states": arguments.states or ()}
+        for kind, tensors in {**values, "parameters": list(neuron.parameters())}.items():
+            if any(bool(x.isnan().any()) for x in tensors):
+                warnings.warn(
+                    f"{name!r} has NaN in its {kind}, for which neurons give no spikes",
+                    stacklevel=2,
+                )
+
+    def _labels_of(
+        self, neuron: Neuron, arguments: Arguments[Tensor]
+    ) -> tuple[tuple[str, ...], list[str]]:
+        """The names of what `step` returns, and of the states to record, from a single step."""
         if neuron not in self._labels:
+            # Without the residual of a block.
+            inputs = arguments.inputs[: len(type(neuron).input_names)]
+            step = Arguments([x[:1, :1].detach() for x in inputs])
+            states = [s for s in self.states if s in type(neuron).states]
             with torch.no_grad():
-                # Without the residual of a block.
-                inputs = arguments.inputs[: len(type(neuron).input_names)]
-                step = Arguments([x[:1, :1].detach() for x in inputs])
                 number = len(scan_neuron(neuron, step, Wanted(impl="reference")).outputs)
+                if POTENTIAL in self.states and POTENTIAL not in states:
+                    with contextlib.suppress(UnknownOutput):
+                        scan_neuron(neuron, step, Wanted(outputs=(POTENTIAL,), impl="reference"))
+                        states.append(POTENTIAL)
             several = tuple(f"output{i}" for i in range(number))
-            self._labels[neuron] = (SPIKES,) if number == 1 else several
+            self._labels[neuron] = ((SPIKES,) if number == 1 else several), states
         return self._labels[neuron]
 
     def leave(self, module: nn.Module, output: Any) -> None:
@@ -244,6 +269,16 @@ class _RecordObserver(ModuleObserver):
         if y.ndim and y.stride(0) == 0 and len(y):  # the same at each step
             return y[:1].clone().expand_as(y)
         return y.clone()
+
+
+def are_spikes(y: Tensor) -> bool:
+    """Whether the outputs of a neuron are spikes, whole numbers, instead of potentials."""
+    return bool((y == y.round()).all())
+
+
+def firing_rate(spikes: Tensor) -> float:
+    """Return the share of the neurons that fire in a step."""
+    return (spikes != 0).float().mean().item()
 
 
 def _selected(kind: str, patterns: Names, names: Mapping[str, nn.Module]) -> list[str]:

@@ -22,6 +22,7 @@ from spikefuse.inspect.explain import explain
 from spikefuse.inspect.explanation import in_bytes, label, with_unit
 from spikefuse.inspect.observer import ModuleObserver, unchanged
 from spikefuse.inspect.operations import Operations, count_operations, feedback
+from spikefuse.inspect.record import are_spikes
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Scan, TemporalCall, active
 from spikefuse.nn.recurrent import Recurrent
@@ -382,7 +383,7 @@ class _Counter(ModuleObserver):
 
     def _count_spikes(self, name: str, y: Tensor) -> None:
         """Count the spikes of a layer; membrane potentials of readout neurons are not spikes."""
-        if not bool((y == y.round()).all()):
+        if not are_spikes(y):
             return
         counts, fired = self.counts[name], (y != 0).sum((0, 1))
         if counts.fired is None or counts.fired.shape == fired.shape:

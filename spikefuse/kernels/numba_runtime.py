@@ -7,9 +7,9 @@ Half precision is converted on access; bfloat16 is stored in uint16 arrays, floa
 Names that Numba does not document are used here, in `numba_cache` and in `numba_host` only. What
 is public takes their place:
 
-- `FunctionCache` and `CompileResultCacheImpl` of `numba.core.caching`, `serialize.dumps`, and
-  `_cache` of a dispatcher: a cache on disk that notices damage. In public: `enable_caching()`,
-  whose damaged files raise an error in each call.
+- `FunctionCache`, `CompileResultCacheImpl` and `InTreeCacheLocator` of `numba.core.caching`,
+  `serialize.dumps`, and `_cache` of a dispatcher: a cache on disk that notices damage and edits of
+  inlined functions. In public: `enable_caching()`, whose damaged files raise an error in each call.
 - `compile` of a dispatcher, which is replaced: one process compiles at a time, and not on the
   thread of the caller, whose tensors Numba would hold. In public: kernels are compiled where they
   are called.
@@ -35,6 +35,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from spikefuse.kernels.cache_folder import private_directory
 from spikefuse.kernels.file_lock import locked
 from spikefuse.kernels.numba_math import (
     cos,
@@ -100,10 +101,16 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     if function is None:
         return partial(kernel, **options)
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy", **options)(function)
-    if cache_of is None:
-        dispatcher.enable_caching()
-    else:
+    if cache_of is not None:
         dispatcher._cache = cache_of(function)  # as enable_caching() does
+    else:
+        # Numba reads this setting only while it makes a cache.
+        config: Any = numba.config
+        before, config.CACHE_DIR = config.CACHE_DIR, str(private_directory())
+        try:
+            dispatcher.enable_caching()
+        finally:
+            config.CACHE_DIR = before
     compile_, path = dispatcher.compile, function.__code__.co_filename
 
     def compile_once(signature: Any) -> Any:

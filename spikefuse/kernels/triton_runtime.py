@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spikefuse.kernels.cache_folder import check_foreign
 from spikefuse.kernels.threads import enough_stack
 
 # With 80 registers per thread, 12 blocks of a backward kernel share a multiprocessor. In half
@@ -247,9 +249,12 @@ def prepare() -> None:
 
 
 def _prepare() -> None:
-    """Do what `prepare` began, or wait for it."""
+    """Run the warm-up, or wait for it to finish, after a check of Triton's folder of kernels."""
+    from triton import knobs
     from triton.compiler import code_generator
     from triton.runtime import cache
+
+    check_foreign(Path(knobs.cache.dir))
 
     # Versions that `_fast_launch` does not know may lack these internals.
     with _preparing, suppress(AttributeError):

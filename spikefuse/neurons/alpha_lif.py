@@ -68,7 +68,9 @@ class AlphaLIF(Firing):
     def step(self, x: Tensor, e: Tensor, i: Tensor) -> tuple[Tensor, States]:
         e = self.excitatory_decay * e + x
         i = self.inhibitory_decay * i - x
-        s = self.surrogate(self.gain * (e + i) - self.threshold)
+        h = self.gain * (e + i)
+        self.expose(h=h)
+        s = self.surrogate(h - self.threshold)
         r = s.detach() if self.detach_reset else s
         if self.reset == "hard":
             return s, (e * (1 - r), i * (1 - r))

@@ -57,6 +57,7 @@ class CLIF(LIF):
         self, x: Tensor, v: Tensor, m: Tensor
     ) -> tuple[Tensor, States]:
         h = self.charge(x, v)
+        self.expose(h=h)
         s = self.surrogate(h - self.threshold)
         m = m * torch.sigmoid((1 - self.decay) * h) + s
         return s, (self.after(h, s, self.threshold + torch.sigmoid(m)), m)

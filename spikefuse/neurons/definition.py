@@ -83,12 +83,14 @@ class Neuron(Holder):
         return_state: also return the final state, as a tuple of float32 tensors.
         impl: "auto" (Triton on a GPU, Numba on a CPU), "triton", "numba", or "reference" (the
             eager loop, any device, also float64).
-        outputs: names of what to return over time, all of it differentiable: a declared state
-            (its value after the step, for `LIF` after the reset), "spikes" for the output of
-            `step`, or "output0", "output1", ... if it has several. An output takes precedence over
-            a state of the same name. For example, for a loss on the membrane::
+        outputs: names of what to return over time, all of it differentiable: "spikes" for the
+            first output of `step`, "output0", "output1", ... if it has several, a declared state
+            (its value after the step, for `LIF` after the reset), or a value that `step` exposes,
+            such as "h", the potential before the reset, of all models of this library. An output
+            takes precedence over a state, and a state over an exposed value of the same name. For
+            example, for a loss on the membrane::
 
-                spikes, v = sf.LIF()(x, outputs=("spikes", "v"))
+                spikes, h = sf.LIF()(x, outputs=("spikes", "h"))
 
     Returns:
         The output `[T, B, ...]` in the dtype of the inputs (a tuple if `step` has several, or with
@@ -115,8 +117,17 @@ class Neuron(Holder):
         """
         raise NotImplementedError(f"{type(self).__name__} does not define step(self, x, ...)")
 
-    #: Names of the outputs and new states that the step returns, none for its outputs.
+    def expose(self, **values: Tensor) -> None:
+        """Let `outputs=` select values of a step by name; call this in `step`, as in
+        `self.expose(h=h)`."""
+        if self._exposed is not None:
+            self._exposed.update(values)
+
+    #: Names of the outputs, new states and exposed values that the step returns, none for its
+    #: outputs.
     _selected: tuple[str, ...] = ()
+    #: The exposed values of a running step, None if none is selected.
+    _exposed: dict[str, Tensor] | None = None
     #: The declared states by name, those of base classes first.
     states: ClassVar[dict[str, State]] = {}
     #: Whether attributes hold states at rest, which kernels take as initial states.
@@ -228,15 +239,20 @@ def with_outputs(neuron: _N, names: tuple[str, ...]) -> _N:
     return clone
 
 
-def _select(neuron: Neuron, outputs: Outputs, states: States) -> Outputs:
-    """Return the selected outputs and new states."""
+def _select(
+    neuron: Neuron, outputs: Outputs, states: States, exposed: dict[str, Tensor]
+) -> Outputs:
+    """Return the selected outputs, new states and exposed values."""
     labels = [f"output{i}" for i in range(len(outputs))]
-    known = dict(zip((*neuron.states, *labels), (*states, *outputs), strict=True))
+    values = {"spikes": outputs[0], **exposed}
+    known = {**values, **dict(zip((*neuron.states, *labels), (*states, *outputs), strict=True))}
     if len(outputs) == 1:
-        labels, known["spikes"] = ["spikes"], outputs[0]
+        labels, known["spikes"] = [], outputs[0]
     for name in neuron._selected:
         if name not in known:
-            valid = ", ".join(map(repr, dict.fromkeys((*labels, *neuron.states))))
+            valid = ", ".join(
+                map(repr, dict.fromkeys(("spikes", *labels, *neuron.states, *exposed)))
+            )
             raise UnknownOutput(
                 f"no output or state is named {name!r}: expected names among {valid}"
             )
@@ -250,7 +266,11 @@ def call_step(neuron: Neuron, inputs: tuple[Tensor, ...], states: States) -> tup
         WrongResult: `step` did not return an output (or a tuple of outputs) and a tuple with one
             tensor per declared state.
     """
+    exposed: dict[str, Tensor] = {}
+    if neuron._selected:  # of a copy, which `with_outputs` has made
+        neuron.__dict__["_exposed"] = exposed
     result = neuron.step(*inputs, *states)
+    neuron.__dict__.pop("_exposed", None)
     name, expected = type(neuron).__name__, tuple(neuron.states)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], tuple)):
         wrong = f"it returned {type(result).__name__}"
@@ -270,7 +290,7 @@ def call_step(neuron: Neuron, inputs: tuple[Tensor, ...], states: States) -> tup
             f"({', '.join(expected)})"
         )
     if neuron._selected:
-        outputs = _select(neuron, outputs, result[1])
+        outputs = _select(neuron, outputs, result[1], exposed)
     like = inputs[0]
     return tuple(_like(y, like) for y in outputs), tuple(_like(s, like) for s in result[1])
 

@@ -58,4 +58,5 @@ class DelayedResetLIF(LIF):
             v = self.charge(x, self.after(v, r, self.threshold))
         else:
             v = self.after(self.charge(x, v), r, self.threshold)
+        self.expose(h=v)
         return self.surrogate(v - self.threshold), (v,)

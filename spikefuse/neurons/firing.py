@@ -59,6 +59,7 @@ class Firing(Neuron):
         s = 1 if h >= threshold else 0
         v = h * (1 - s) + v_reset * s   (hard)   or   h - threshold * s   (soft)
         """
+        self.expose(h=h)
         s = self.surrogate(h - threshold)
         return s, self.after(h, s, threshold)
 

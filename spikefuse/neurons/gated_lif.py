@@ -77,6 +77,7 @@ class GatedLIF(Firing):
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         gain = 1 - self.beta * (1 - self.conductance)
         h = v - (1 - self.alpha) * self.leak + gain * x
+        self.expose(h=h)
         s = self.surrogate(h - self.threshold)
         r = s.detach() if self.detach_reset else s
         remaining = (1 - self.alpha * (1 - self.decay)) * h * (1 - self.gamma * r)

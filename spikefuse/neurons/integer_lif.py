@@ -55,6 +55,7 @@ class IntegerLIF(Neuron):
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         h = leaky(x, v, self.decay, False)
+        self.expose(h=h)
         u = torch.clamp(torch.clamp(h / self.threshold, min=0.0), max=self.levels)
         whole = torch.floor(u).detach()
         rounded = whole + (u.detach() - whole >= 0.5)

@@ -61,6 +61,7 @@ class KLIF(LIF):
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         f = torch.relu(self.k * self.charge(x, v))
+        self.expose(h=f)
         s = self.surrogate(f - self.threshold)
         if self.scale_reset:
             return s, (self.after(f / self.k, s, self.threshold / self.k),)

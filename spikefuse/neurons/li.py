@@ -39,4 +39,5 @@ class LI(Neuron):
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         v = leaky(x, v, self.decay, self.decay_input)
+        self.expose(h=v)
         return v, (v,)

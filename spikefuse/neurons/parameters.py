@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from spikefuse._torch import children_of
+from spikefuse._torch import children_of, registries
 from spikefuse.neurons.learnable import Learnable, as_text
 
 #: What a parameter may be.
@@ -131,6 +131,18 @@ def registered(module: nn.Module) -> dict[str, Any]:
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
     return {**dict(parameters), **dict(buffers), **children_of(module)}
+
+
+def evaluated(module: Any) -> Any:
+    """Return a shallow copy with the value of each `Learnable`; torch.compile can trace this."""
+    clone = object.__new__(type(module))
+    clone.__dict__.update(module.__dict__, **registries())
+    for name, value in registered(module).items():
+        if isinstance(value, nn.Module) and not isinstance(value, Learnable):
+            nn.Module.add_module(clone, name, evaluated(value))
+        else:
+            clone.__dict__[name] = value() if isinstance(value, Learnable) else value
+    return clone
 
 
 def options(cls: type[Holder]) -> tuple[dict[str, Any], dict[str, Any]]:

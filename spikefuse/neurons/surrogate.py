@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.description import Description, bind
+from spikefuse._torch import is_traced
 from spikefuse.neurons.learnable import Learnable
-from spikefuse.neurons.parameters import NUMBERS, Holder, Value, number, positive
+from spikefuse.neurons.parameters import NUMBERS, Holder, Value, evaluated, number, positive
+from spikefuse.neurons.spike import Spike, TransformedSpike, has_tangent
 
 __all__ = [
     "Arctan",
@@ -34,27 +35,6 @@ __all__ = [
 ]
 
 Cutoff = Value | None
-
-
-class _Spike(torch.autograd.Function):
-    """`surrogate.spike(u)`; `learned` passes the gradient of the spike on to the parameters."""
-
-    @staticmethod
-    def forward(u: Tensor, surrogate: Surrogate, learned: Tensor | None) -> Tensor:
-        return surrogate.spike(u).to(u.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.surrogate = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
-        (u,) = ctx.saved_tensors
-        surrogate = ctx.surrogate
-        if surrogate.cutoff is not None:
-            grad = grad.masked_fill(u < surrogate.cutoff, 0.0)
-        return grad * surrogate.derivative(u), None, grad if ctx.needs_input_grad[2] else None
 
 
 class Surrogate(Holder):
@@ -107,16 +87,17 @@ class Surrogate(Holder):
         return name != "cutoff" and type(self).primal is not Surrogate.primal
 
     def forward(self, u: Tensor) -> Tensor:
-        if any(isinstance(child, Learnable) for child in self.children()):
+        if any(isinstance(module, Learnable) for module in self.modules()):
             # Called without a neuron, which would have evaluated it.
-            return bind(self, Description(self).values(self)).forward(u)
+            return evaluated(self).forward(u)
         learned = list(self._learned()) if torch.is_grad_enabled() else []
         for name in learned:
             if not self.learns(name):
                 raise no_gradient(name)
         if torch.jit.is_tracing() and not (learned or u.requires_grad):  # type: ignore[attr-defined]
             return self.spike(u).to(u.dtype)  # programs of torch.jit can't call a Function
-        return _Spike.apply(u, self, self.tangent(u.detach()) if learned else None)
+        function = Spike if is_traced() else TransformedSpike
+        return function.apply(u, self, self.tangent(u.detach()) if learned else None)
 
     def _learned(self) -> Iterator[str]:
         for prefix, module in self.named_modules():
@@ -124,7 +105,7 @@ class Surrogate(Holder):
                 *vars(module).items(),
                 *module.named_parameters(recurse=False),
             ):
-                if isinstance(value, Tensor) and value.requires_grad:
+                if isinstance(value, Tensor) and (value.requires_grad or has_tangent(value)):
                     yield f"{prefix}.{name}".lstrip(".")
 
 

@@ -41,6 +41,7 @@ class TernaryLIF(LIF):
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         h = self.charge(x, v)
+        self.expose(h=h)
         above = self.surrogate(h - self.threshold)
         below = self.surrogate(-h - self.threshold)
         s = above - below

@@ -13,6 +13,7 @@ from spikefuse.inspect.source import source
 from spikefuse.nn import encode, losses, metrics
 from spikefuse.nn.checkpoint import checkpoint
 from spikefuse.nn.feedback import Feedback
+from spikefuse.nn.parameter_groups import parameter_groups
 from spikefuse.nn.pool import MaxPool2d
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.stream import Stream
@@ -37,6 +38,7 @@ __all__ = [
     "fuse",
     "losses",
     "metrics",
+    "parameter_groups",
     "record",
     "report",
     "scale_to_rate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse import neurons, reference
+from spikefuse._torch import constant_result
 from spikefuse.neurons.definition import Neuron, States, ValuePerStep, first_states, with_outputs
 from spikefuse.neurons.per_step import per_step_values, with_inputs
 from spikefuse.nn.call import Scan, active, mark_binary, wants_bits
 from spikefuse.nn.checkpoint import refuse_recomputation
 from spikefuse.scan import op
+from spikefuse.scan.checks import call_untraced
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.program import check_compiles
 from spikefuse.scan.records import Arguments, Results, Wanted
@@ -50,6 +53,8 @@ def call_neuron(neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted
         call = None
     elif call is None:
         refuse_recomputation(neuron)
+        if _may_be_batch(neuron, arguments, wanted):
+            _warn_batch()
     if active.observer is not None:
         scan = partial(active.observer.scan, neuron, scan)
     if call is not None:
@@ -67,6 +72,32 @@ def call_neuron(neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted
     return (result, finals) if wanted.final else result
 
 
+def _may_be_batch(neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted) -> bool:
+    """Whether a neuron, called by itself, may read the batch `[B, F]` of a network as `[T, B]`."""
+    x = arguments.inputs[0] if arguments.inputs else None
+    is_trained = isinstance(x, Tensor) and x.ndim == 2 and not x.is_leaf and neuron.training
+    return is_trained and torch.is_grad_enabled() and arguments.states is None and not wanted.final
+
+
+#: Warnings of this process.
+warned: set[str] = set()
+
+
+@constant_result  # TorchDynamo calls it as it traces
+def _warn_batch() -> None:
+    """Warn once in a process that a batch may be read as time."""
+    if "batch" in warned:
+        return
+    warnings.warn(
+        "a neuron outside of Temporal reads dim 0 of its 2-dim input as time: if that is a batch "
+        "[B, F], its samples are mixed. Wrap the network, net = spikefuse.Temporal(net), and call "
+        "it on [T, B, F], for static data on spikefuse.nn.encode.direct(x, num_steps). If it is "
+        "the time of one sample, use x.unsqueeze(1)",
+        stacklevel=6,
+    )
+    warned.add("batch")
+
+
 def scan_neuron(neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
     """Run a neuron on inputs `[T, B, ...]`."""
     inputs, state = arguments[:2]
@@ -82,7 +113,7 @@ def scan_neuron(neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted) ->
         bits = wants_bits(inputs[0])
         results = op.scan(neuron, arguments, Wanted(final, bits, save, outputs, backend))
     except ValuePerStep:
-        return op.call_untraced(_scan_per_step, neuron, arguments, wanted)
+        return call_untraced(_scan_per_step, neuron, arguments, wanted)
     if bits:
         mark_binary(results)
     return results

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from spikefuse.neurons.definition import States
 from spikefuse.nn.call import TemporalCall
 from spikefuse.nn.neuron import check_module
+from spikefuse.nn.reading import missing_dims
 from spikefuse.nn.temporal import Temporal, check_state, neurons_of, run_captured
 
 
@@ -58,7 +59,8 @@ class Stream:
     @property
     def state(self) -> dict[str, States] | None:
         """The states after the last step, a dict from each neuron's name to its tuple of states;
-        None at rest. It has the form of `Temporal`'s and can be exchanged with it.
+        None at rest. It has the form of `Temporal`'s, with names such as "net.1", and can be
+        exchanged with it.
 
         A step does not change the tensors of the state before it.
         """
@@ -87,7 +89,9 @@ class Stream:
             with torch.no_grad(), call:
                 y = run_captured(self.captured, run_step, self.net, inputs, kwargs)
         except Exception as error:
-            error.add_note("a stream reads its inputs as one time step [B, ...], without T")
+            is_misread = isinstance(x, Tensor) and missing_dims(self.net, x) is not None
+            if is_misread or self._state is not None:
+                error.add_note("a stream reads its inputs as one time step [B, ...], without T")
             raise
         # A network need not call all of its neurons at each step.
         self._state = {**dict.fromkeys(neurons, ()), **(self._state or {}), **call.finals}

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from spikefuse._torch import is_traced
 from spikefuse.kernels.norm import BatchNorm, by_batch
 from spikefuse.kernels.triton_runtime import prepare
 from spikefuse.memory.policies import Checkpoint, Policy, Recompute
@@ -16,13 +17,20 @@ from spikefuse.neurons.definition import Neuron, States
 from spikefuse.nn.call import TemporalCall, saving_spikes
 from spikefuse.nn.checkpoint import containers
 from spikefuse.nn.nesting import map_tensors, map_values, named_values
-from spikefuse.nn.neuron import DTYPES, IMPLEMENTATIONS, check_module
+from spikefuse.nn.neuron import IMPLEMENTATIONS, check_module
+from spikefuse.nn.reading import note_on
+from spikefuse.scan.checks import refuse_export
 from spikefuse.scan.layout import flatten_steps
-from spikefuse.scan.op import refuse_export
 from spikefuse.scan.state_passing import StatePassing
 
 #: Layers that remember something from one call to the next.
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
+#: Layers that may read dim 0 as a sequence.
+SEQUENTIAL = (*RECURRENT, nn.MultiheadAttention)
+
+#: Layers that compute along their dim `dim`, which is dim 0 for some inputs if it is None.
+ALONG_DIM = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU, nn.CosineSimilarity)
 
 #: Base classes of the layers of other libraries that do, by package.
 FOREIGN = {
@@ -65,7 +73,8 @@ class Temporal(nn.Module):
     A layer that remembers something from one call to the next gives wrong results here, because it
     is called once for all T steps: `torch.nn`'s recurrent layers are refused. Run them between two
     containers, `nn.Sequential(Temporal(...), rnn, Temporal(...))`. Neurons of SpikingJelly,
-    snnTorch and Norse in `nn.Sequential` are refused, too: `sf.convert` replaces them.
+    snnTorch and Norse in `nn.Sequential` are refused, too: `sf.convert` replaces them. A layer that
+    computes along dim 0 mixes steps and samples: attention of `torch.nn` needs `batch_first=True`.
 
     In a network of `spikefuse.fuse`, an input that is the same at each step (its time has stride 0,
     as from `encode.direct`) and needs no gradient goes through deterministic layers before the
@@ -86,9 +95,10 @@ class Temporal(nn.Module):
             they are. Time sharding takes
             one tensor among the arguments.
         state: the state that an earlier call returned, or None to start from rest.
-        return_state: also return the final state, a dict from each neuron's name in `net` to its
-            tuple of states; passed as `state=` to the next call, it continues the sequence. A
-            neuron that was not called has the state that it began with, at rest an empty tuple.
+        return_state: also return the final state, a dict from each neuron's name in
+            `named_modules()`, such as "net.1", to its tuple of states; passed as `state=` to the
+            next call, it continues the sequence. A neuron that was not called has the state that it
+            began with, at rest an empty tuple.
         impl: how neurons are computed; see `Neuron`.
 
     Returns:
@@ -97,9 +107,9 @@ class Temporal(nn.Module):
 
     Raises:
         TypeError, ValueError: wrong shapes, states that do not belong to this network, or a layer
-            with a memory of its own; one of another library, in `nn.Sequential`, is refused when a
-            `Temporal` is made. An error inside the network has a note that says how the inputs were
-            read.
+            with a memory of its own or along dim 0; in `nn.Sequential`, one of another library or
+            with `dim=0` is refused when a `Temporal` is made. An error inside the network has a
+            note that says how the inputs were read if they do not fit its first layer.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -118,7 +128,7 @@ class Temporal(nn.Module):
         check_module("net", net)
         if any(isinstance(m, Temporal) for m in net.modules()):
             raise ValueError("a Temporal inside a Temporal: wrap the outermost network only")
-        _refuse_foreign("", net)
+        _refuse_in_sequential("net", net)
         if not isinstance(memory, Policy | None):
             hint = "; wrap layers in nn.Sequential" if isinstance(memory, nn.Module) else ""
             raise TypeError(
@@ -140,7 +150,7 @@ class Temporal(nn.Module):
         return ", ".join(shown)
 
     def neurons(self) -> dict[str, Neuron]:
-        """The neurons inside, by their qualified name in `net`."""
+        """The neurons inside, by their name in `named_modules()`."""
         return neurons_of(self.net)
 
     def forward(
@@ -151,7 +161,7 @@ class Temporal(nn.Module):
         impl: str = "auto",
         **kwargs: Any,
     ) -> Any:
-        neurons, is_traced = neurons_of(self.net), torch.compiler.is_compiling()
+        neurons, traced = neurons_of(self.net), is_traced()
         sequences = self._sequences(inputs, kwargs)
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
@@ -168,22 +178,25 @@ class Temporal(nn.Module):
         args: Sequence[Any] = inputs
         if self.batch_first:
             args, kwargs = map_tensors(_swap_dims, (args, kwargs))
-        if not is_traced and sequences[0].device.type == "cuda":
+        if not traced and sequences[0].device.type == "cuda":
             prepare()
         capture = type(self.memory).capture
-        if self.captured is None and capture is not None and not is_traced:
+        if self.captured is None and capture is not None and not traced:
             self.captured = capture()
         captured = None if impl == "reference" else self.captured
         try:
             with call:
-                if is_traced or captured is not None:
+                if traced or captured is not None:
                     folded = run_captured(captured, run_folded, self.net, args, kwargs)
                 else:
                     with saving_spikes():
                         folded = run_folded(self.net, args, kwargs)
         except Exception as error:
-            if not is_traced:
-                error.add_note(self._reading(sequences, num_steps, batch))
+            if not traced:
+                order = "[B, T, ...]" if self.batch_first else "[T, B, ...]"
+                note = note_on(error, self.net, sequences, num_steps, batch, order)
+                if note:
+                    error.add_note(note)
             raise
         if call.passing is not None:
             call.passing.end()
@@ -280,27 +293,6 @@ class Temporal(nn.Module):
             raise TypeError(f"the input is {description}: expected a tensor {expected}")
         return sequences
 
-    def _reading(
-        self, sequences: Sequence[Tensor | SparseSequence], num_steps: int, batch: int
-    ) -> str:
-        """How the arguments were read, for errors."""
-        shapes = ", ".join([str(list(x.shape)) for x in sequences])
-        if len(sequences) == 1:
-            steps = f" and steps of shape {list(sequences[0].shape[2:])}"
-            read = f"x {shapes} was read as T={num_steps}, B={batch}{steps}"
-        else:
-            read = f"the inputs {shapes} were read as T={num_steps}, B={batch}"
-        others = {x.dtype for x in sequences if isinstance(x, Tensor) and x.dtype not in DTYPES}
-        for dtype in sorted(others, key=str):
-            read = f"an input is {dtype}: most layers need x.float(); {read}"
-        order, other = "for [B, T, ...] data use batch_first=True", "[T, B, ...]"
-        if self.batch_first:
-            order, other = "for [T, B, ...] data leave out batch_first=True", "[B, T, ...]"
-        return (
-            f"{read}, since sequences are {other}: for a static image use "
-            f"spikefuse.nn.encode.direct or unsqueeze; {order}"
-        )
-
 
 def run_captured(
     captured: Callable[..., Any] | None,
@@ -310,8 +302,8 @@ def run_captured(
     kwargs: dict[str, Any],
 ) -> Any:
     """Run `function(net, args, kwargs)` as a fused graph, unless it is traced itself."""
-    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if captured is None or is_traced:
+    traced = is_traced() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if captured is None or traced:
         return function(net, args, kwargs)
     return captured(function, net, args, kwargs)
 
@@ -329,25 +321,22 @@ def _swap_dims(x: Tensor) -> Tensor:
 
 
 def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
-    """The neurons in `net`, by their qualified name.
+    """The neurons in `net`, by their qualified name in a `Temporal` of it, such as "net.1".
 
     Args:
         one_step: whether `net` runs a single step, where batch norms cannot take statistics.
 
     Raises:
         TypeError: a layer of torch.nn has a memory of its own.
-        ValueError: with `one_step`, a batch norm takes its statistics from its input.
+        ValueError: a layer of attention reads dim 0 as a sequence, or, with `one_step`, a batch
+            norm takes its statistics from its input.
     """
     neurons: dict[str, Neuron] = {}
-    for name, module in net.named_modules():
+    for name, module in net.named_modules(prefix="net"):
         if isinstance(module, Neuron):
             neurons[name] = module
-        elif isinstance(module, RECURRENT):
-            raise TypeError(
-                f"layer '{name}' ({type(module).__name__}) has a memory of its own, but the layers "
-                "here are called once for all time steps: run it outside, as in "
-                "nn.Sequential(Temporal(...), rnn, Temporal(...))"
-            )
+        elif isinstance(module, SEQUENTIAL):
+            _refuse_sequential(name, module)
         elif one_step and isinstance(module, BatchNorm) and by_batch(module):
             raise ValueError(
                 f"batch norm '{name}' would take the statistics of a single step: call "
@@ -356,8 +345,30 @@ def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
     return neurons
 
 
-def _refuse_foreign(name: str, module: nn.Module) -> None:
-    """Refuse neurons of other libraries that are called once. Others may be called in a loop."""
+def _refuse_sequential(name: str, layer: nn.Module) -> None:
+    """Raise an error for a layer that reads dim 0, steps and samples, as a sequence."""
+    layer_name = f"layer '{name}' ({type(layer).__name__})"
+    if not isinstance(layer, nn.MultiheadAttention):
+        raise TypeError(
+            f"{layer_name} has a memory of its own, but the layers here are called once for all "
+            "time steps: run it outside, as in nn.Sequential(Temporal(...), rnn, Temporal(...))"
+        )
+    if not layer.batch_first:
+        raise ValueError(
+            f"{layer_name} has batch_first=False, so that it reads dim 0, which has steps and "
+            "samples here, as the sequence: create it, or the nn.Transformer layer around it, with "
+            "batch_first=True, for inputs [B, N, ...]"
+        )
+
+
+def _refuse_in_sequential(name: str, module: nn.Module) -> None:
+    """Refuse layers in `nn.Sequential` that mix steps and samples, and neurons of other libraries,
+    which are called once there. Other modules may call them in another way."""
+    if isinstance(module, ALONG_DIM) and module.dim in (0, None):
+        raise ValueError(
+            f"layer '{name}' ({type(module).__name__}) has dim={module.dim}, but dim 0 has steps "
+            "and samples here: set the dim of channels, such as dim=1 or dim=-1"
+        )
     for cls in type(module).__mro__:
         library = cls.__module__.partition(".")[0]
         if cls.__name__ in FOREIGN.get(library, ()):
@@ -368,7 +379,7 @@ def _refuse_foreign(name: str, module: nn.Module) -> None:
             )
     if type(module).forward is nn.Sequential.forward:
         for key, child in module.named_children():
-            _refuse_foreign(f"{name}.{key}".lstrip("."), child)
+            _refuse_in_sequential(f"{name}.{key}", child)
 
 
 def check_state(state: dict[str, States], neurons: dict[str, Neuron]) -> None:

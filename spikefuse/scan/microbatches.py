@@ -165,10 +165,8 @@ def backward(
 
 def of_states(arguments: Arguments[Tensor], found: Sequence[Gradients]) -> MaybeTensors:
     """The gradients of the initial states, which only the process of the first steps reads."""
-    if not arguments.states:
-        return []
     if arguments.passing is not None and not arguments.passing.is_first:
-        return [None] * len(arguments.states)
+        return [None] * len(arguments.states or ())
     return joined([g.states or () for g in found])
 
 

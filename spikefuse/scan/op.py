@@ -7,7 +7,6 @@ and backward with the ops but skip the dispatcher, which costs several times a s
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,14 +14,17 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
-from spikefuse._torch import num_dispatch_modes
-from spikefuse.compiler.adjoint import has_gradient
-from spikefuse.kernels.triton_runtime import interpreted
-from spikefuse.neurons.definition import Neuron, channel_view, with_outputs
-from spikefuse.neurons.surrogate import no_gradient
+from spikefuse._torch import is_traced
+from spikefuse.neurons.definition import Neuron, with_outputs
 from spikefuse.scan import microbatches
+from spikefuse.scan.checks import (
+    check_backend,
+    check_param,
+    is_plain,
+    refuse_export,
+    refuse_transforms,
+)
 from spikefuse.scan.double_backward import no_double_backward, refuse_double_backward
 from spikefuse.scan.execution import Execution, execution_of
 from spikefuse.scan.microbatches import Gradients
@@ -39,14 +41,6 @@ from spikefuse.scan.program import (
 from spikefuse.scan.records import Arguments, MaybeTensors, Results, Tensors, Wanted
 from spikefuse.scan.state_passing import StatePassing
 
-#: Kernels are compiled in this process, and an exported program would not find them in another.
-NO_EXPORT = (
-    "torch.export, ONNX and TorchScript can't contain fused kernels: pass spikefuse.exportable(net)"
-    " to torch.export.export, torch.onnx.export(..., dynamo=True) or torch.jit.trace"
-)
-
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-
 library = torch.library.Library("spikefuse", "DEF")
 T = TypeVar("T")
 Needs = Arguments[bool]
@@ -62,7 +56,7 @@ def scan(definition: Neuron, arguments: Arguments[Tensor], wanted: Wanted) -> Re
     inputs, states, _, _, _, passing = arguments
     check_backend(wanted.impl, inputs[0])
     known = None
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         known = definition.description().cache.get((wanted.impl, wanted.outputs))
     program, scalars, params = known or choose(definition, inputs[0], wanted)
     call = Call(program, scalars, passing)
@@ -154,7 +148,7 @@ class Call:
         inputs = execution.new_gradients(Arguments(needs.inputs)).inputs
         scans = microbatches.split(execution, arguments, saved)
         found, _ = microbatches.backward(scans, incoming, needs, inputs)
-        states = microbatches.of_states(arguments, found)
+        states = arguments.states and microbatches.of_states(arguments, found)
         rows = [scan.execution.reduce(g.params, arguments.params)
                 for scan, g in zip(scans, found, strict=True)]  # fmt: skip
         return Arguments(inputs, states, microbatches.added(rows))
@@ -207,9 +201,9 @@ def execute(call: Call, arguments: Arguments[Tensor], wanted: Wanted) -> Results
         binary, num_states = sizes_of(call.program)
         end = len(binary) + (num_states if wanted.final else 0)
         found = detached(call, arguments, found[:end]) if needed else found[:end]
-        known = () if torch.compiler.is_compiling() else binary  # a graph knows no values
+        known = () if is_traced() else binary  # a graph knows no values
         return Results(found[: len(binary)], found[len(binary) :], binary=known)
-    if call.passing is not None and torch.compiler.is_compiling():
+    if call.passing is not None and is_traced():
         return torch.compiler.disable(execute)(call, arguments, wanted)
     if not needed:
         return call.forward(arguments, Wanted(wanted.final, wanted.bits, save=False))
@@ -240,13 +234,6 @@ def detached(call: Call, arguments: Arguments[Tensor], results: Tensors) -> Tens
     if all(needs):
         return results
     return [x if need else x.detach() for x, need in zip(results, needs, strict=False)]
-
-
-def call_untraced(function: Callable[..., T], *args: Any) -> T:
-    """Call a function that torch.compile must not trace."""
-    if torch.compiler.is_compiling():
-        return torch.compiler.disable(function)(*args)
-    return function(*args)
 
 
 class _Eager(torch.autograd.Function):
@@ -281,7 +268,12 @@ def _differentiate(
     found: MaybeTensors
     read = [*tensors[-call.replaced :], *tensors[: -call.replaced]] if call.replaced else tensors
     arguments, saved = call.unflatten(read), read[call._ends[3] :]
-    if call.passing is None and not is_plain(tensors):  # the library op passes no states
+    given = [*tensors]
+    for grad in grads:
+        if grad is not None:
+            given.append(grad)
+    if call.passing is None and not is_plain(given):  # the library op passes no states
+        refuse_transforms(given)
         inputs, states, params, prologue, *_ = arguments
         groups = [*inputs], [*(states or ())], [*params], [*prologue], [*call.scalars]
         backward = getattr(torch.ops.spikefuse, f"{call.op}_backward")
@@ -300,7 +292,7 @@ def choose(definition: Neuron, x: Tensor, wanted: Wanted) -> tuple[str, list[flo
     """The name of the program of a definition for inputs like `x`, and the floats and tensors of
     the definition that it reads."""
     backend, outputs = wanted.impl, wanted.outputs
-    if torch.compiler.is_compiling():
+    if is_traced():
         cache, values = None, definition.values()
         name, used = definition.evaluate(_prepare, backend, kinds_of(values), outputs)
     else:
@@ -328,86 +320,6 @@ def _prepare(
     definition = with_outputs(definition, outputs)
     made = prepare(definition, backend, definition.description().statics, kinds)
     return made.name, made.step.params
-
-
-def refuse_export() -> None:
-    """Raise NotImplementedError inside torch.export and torch.jit.trace, except where TorchDynamo
-    reads this code: it calls `fake`, and in torch 2.11 knows no exports from other graphs."""
-    is_exported = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-    if is_exported or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        raise NotImplementedError(NO_EXPORT)
-
-
-def check_backend(backend: str, x: Tensor) -> None:
-    """Check that kernels of a backend can run on `x`, outside exports.
-
-    Raises:
-        NotImplementedError: inside torch.export or torch.jit.trace.
-        ImportError: Triton is not installed.
-        ValueError: the input is on another device.
-    """
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        refuse_export()
-    if backend == "numba" and not x.is_cpu:
-        raise ValueError(f'impl="numba" runs on the CPU, but the input is on {x.device}')
-    if backend == "triton":
-        if not _HAS_TRITON:
-            raise ImportError('Triton is not installed: pip install "spikefuse[gpu]"')
-        if not x.is_cuda and not interpreted():
-            raise ValueError(
-                f'impl="triton" needs a GPU, but the input is on {x.device}: use impl="auto", or '
-                "set TRITON_INTERPRET=1 before starting Python to run Triton's interpreter"
-            )
-
-
-def check_param(definition: Neuron, name: str, value: Tensor, x: Tensor) -> None:
-    """Refuse a tensor parameter of a wrong shape, on another device than `x`, or that a step gives
-    no gradient.
-
-    Raises:
-        ValueError, TypeError: it is refused.
-    """
-    channel_view(name, value, x.shape[1:])
-    if value.device != x.device:
-        raise ValueError(
-            f"parameter '{name}' is on {value.device}, the input on {x.device}: move the module "
-            f"with .to({str(x.device)!r})"
-        )
-    if value.requires_grad and not has_gradient(definition, name):
-        raise no_gradient(name)
-
-
-def is_plain(tensors: Tensors) -> bool:
-    """Whether nothing observes or transforms operations on these tensors, so that the dispatcher
-    can be skipped."""
-    if torch.compiler.is_compiling() or num_dispatch_modes():
-        return False
-    try:
-        for t in tensors:
-            if type(t) not in PLAIN or not (t.data_ptr() or t.numel() == 0):
-                return False
-    except RuntimeError:  # function transforms hide the memory
-        return False
-    # Outside of forward-mode differentiation, the first tensor is unpacked into itself.
-    if not tensors or unpack_dual(tensors[0]).primal is tensors[0]:
-        return True
-    return all(unpack_dual(t).tangent is None for t in tensors)
-
-
-def refuse_transforms(tensors: Tensors) -> None:
-    """Raise NotImplementedError for tensors inside a transform of torch.func, or in forward-mode
-    differentiation."""
-    if torch.compiler.is_compiling() or not all(type(t) in PLAIN for t in tensors):
-        return
-    if not num_dispatch_modes() and not is_plain(tensors):
-        raise NotImplementedError(
-            "forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap) "
-            'do not work through a fused neuron: use backward(), or grad with impl="reference"'
-        )
-
-
-#: Types of tensors whose operations no subclass overrides.
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def fake_execution(name: str, inputs: Tensors) -> Execution:

@@ -37,9 +37,11 @@ class RateMonitor:
     def penalty(self) -> Tensor | None:
         """Compute $\\frac1L\\sum_l r_l$ for the most recent call, and release its spikes.
 
-        $r_l$ is the firing rate of layer $l$ of $L$: its spikes per neuron and step.
+        $r_l$ is the firing rate of layer $l$ of $L$: its spikes of either sign per neuron and step.
         """
-        rates = [spikes.mean(dtype=torch.float32) for spikes in self.last.values()]
+        # Not `abs`, whose gradient at 0 is 0.
+        counts = [torch.where(s < 0, -s, s) for s in self.last.values()]
+        rates = [count.mean(dtype=torch.float32) for count in counts]
         self.last.clear()
         return torch.stack(rates).mean() if rates else None
 

@@ -404,8 +404,30 @@ class Classifier(pl.LightningModule):
         row = {"val_loss": loss, "val_accuracy": accuracy}
         if self.trainer.state.fn == "fit":
             row = {**self._row, **row}
+            self._check_finite(row)
             self.history.append(row)
         self.log_dict({name: row[name] for name in row if name not in ("epoch", "step")})
+
+    def _check_finite(self, row: EpochMetrics) -> None:
+        """Stop a run that cannot recover: a loss or a parameter is infinite or NaN.
+
+        Neurons whose potential is NaN never fire, so that the loss may be finite nevertheless.
+
+        Raises:
+            FloatingPointError: with the names of both.
+        """
+        wrong = [
+            f"{n} is {row[n]}" for n in ("train_loss", "val_loss") if not math.isfinite(row[n])
+        ]
+        names, parameters = zip(*self.net.named_parameters(), strict=True)
+        finite = torch.stack([p.detach().isfinite().all() for p in parameters]).tolist()
+        wrong += [f"{n} is not finite" for n, ok in zip(names, finite, strict=True) if not ok][:1]
+        if wrong:
+            raise FloatingPointError(
+                f"after epoch {row['epoch']:.0f}, {' and '.join(wrong)}: lower the learning rate, "
+                "clip gradients (--clip), or check the examples for such values, for which neurons "
+                "give no spikes"
+            )
 
     def on_test_epoch_start(self) -> None:
         self.eval_totals = MetricTotals()

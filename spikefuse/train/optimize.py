@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spikefuse.neurons import Neuron
-from spikefuse.nn import Events
+from spikefuse.nn import Events, parameter_groups
 from spikefuse.train.config import TrainConfig
 
 MOMENTUM = 0.9
@@ -136,26 +135,9 @@ def make_optimizer(config: TrainConfig, net: nn.Module, device: torch.device) ->
         options["fused"] = True if device.type == "cuda" and config.precision != "16" else None
     if config.optimizer == "sgd":
         options["momentum"] = MOMENTUM
-    return kind(parameter_groups(config, net), **options)
-
-
-def parameter_groups(config: TrainConfig, net: nn.Module) -> list[dict[str, Any]]:
-    """Return groups for an optimizer, which exempt norms, biases and neurons from weight decay.
-
-    These are the parameters of neurons and layer norms, and all others with less than two dims.
-    """
     if config.weight_decay == 0 or config.decay_all:
-        return [{"params": list(net.parameters())}]
-    exempt = {
-        id(parameter)
-        for module in net.modules()
-        if isinstance(module, (Neuron, nn.LayerNorm, nn.RMSNorm))
-        for parameter in module.parameters()
-    }
-    groups: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
-    for parameter in net.parameters():
-        groups[parameter.ndim < 2 or id(parameter) in exempt].append(parameter)
-    return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
+        return kind(net.parameters(), **options)
+    return kind(parameter_groups(net, config.weight_decay), **options)
 
 
 def adapt_state(optimizer: Optimizer) -> None:

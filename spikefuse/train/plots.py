@@ -15,6 +15,7 @@ from torch import Tensor
 from spikefuse.data import DATASETS
 from spikefuse.data.files import replacing
 from spikefuse.inspect.plots import raster
+from spikefuse.inspect.record import are_spikes, firing_rate
 from spikefuse.nn import Events, record
 from spikefuse.train.checkpoint import EpochMetrics
 from spikefuse.train.classifier import Classifier, best_epoch
@@ -69,8 +70,9 @@ def plot_raster(module: Classifier, pixels: Tensor, label: int, path: Path) -> N
     _plot_input(panels[0], x, classes[label])
     for axes, (name, layer) in zip(panels[1:], spikes.items(), strict=False):
         shape = " × ".join(map(str, layer.shape[1:]))
-        raster(layer, axes)
-        axes.set_title(f"{name}: {shape} neurons, {100 * layer.mean():.1f} % firing", fontsize=8)
+        kind = f"{100 * firing_rate(layer):.1f} % firing" if are_spikes(layer) else "potentials"
+        raster(layer, axes, f"{name}: {shape} neurons, {kind}")
+        axes.title.set_fontsize(8)
     _plot_output(panels[len(spikes) + 1], output, classes)
     for axes in panels[len(spikes) + 2 :]:
         axes.set_axis_off()

@@ -42,21 +42,21 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
     Args:
         net: a `Temporal`, or any module that contains `Temporal` containers or neurons.
         step: return a module that computes one time step with explicit states:
-            `forward(x, *states) -> (y, *new_states)`, with `x` and `y` `[B, ...]`. Needs a
-            `Temporal` with one input.
+            `forward(x, *states) -> (y, *new_states)`, with `x` and `y` `[B, ...]`. It is that of
+            the `Temporal` in `net`, which has one input, without what is around it.
 
     Returns:
         An `nn.Module` that is independent of `net` and called like it; with `step` an
         `ExportedStep`.
 
     Raises:
-        TypeError: `net` is not a module, is not a `Temporal` with `step`, or has a layer without
-            an equivalent in plain operators: an `EventLinear` or a compiled module.
+        TypeError: `net` is not a module, has no `Temporal` or several with `step`, or has a layer
+            without an equivalent in plain operators: an `EventLinear` or a compiled module.
         ValueError: the time of `net` is sharded.
     """
     check_module("net", net)
-    if step and not isinstance(net, Temporal):
-        raise TypeError(f"net is a {type(net).__name__}: expected a Temporal with step=True")
+    if step:
+        net = _container(net)
     for name, module in net.named_modules():
         _check(name, module)
     result = copy.deepcopy(net).eval().requires_grad_(False)
@@ -78,6 +78,17 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
     return result.eval()
 
 
+def _container(net: nn.Module) -> Temporal:
+    """Return the only `Temporal` in `net`."""
+    found = [module for module in net.modules() if isinstance(module, Temporal)]
+    if len(found) != 1:
+        raise TypeError(
+            f"net is a {type(net).__name__} with {len(found)} Temporal containers: expected a "
+            "Temporal, or a module with one, with step=True"
+        )
+    return found[0]
+
+
 class ExportedTemporal(nn.Module):
     """A `Temporal` whose first input has a name, for the `dynamic_shapes` of torch.export."""
 
@@ -97,8 +108,10 @@ class ExportedStep(nn.Module):
     Shapes: `x`, `y`: `[B, ...]`; states: `[B, ...]`, float32.
 
     Attributes:
-        state_names: the names of the states in their order, such as "2.v" for the state `v` of the
-            neuron `2` of the network.
+        state_names: the names of the states in their order, such as "net.2.v" for the state `v` of
+            the neuron `net.2` of the `Temporal`.
+        input_names, output_names: those of the arguments and of the results of a network with a
+            single output, "output" and "next.net.2.v", for `torch.onnx.export`.
 
     Raises:
         TypeError: the number of states is wrong.
@@ -115,6 +128,8 @@ class ExportedStep(nn.Module):
             is_fed_back = any(neuron is other for other in fed_back)
             self._states[name] = [*neuron.states, *(["spikes"] if is_fed_back else [])]
         self.state_names = tuple(f"{n}.{s}" for n, names in self._states.items() for s in names)
+        self.input_names = ("x", *self.state_names)
+        self.output_names = ("output", *(f"next.{name}" for name in self.state_names))
 
     def forward(self, x: Tensor, *states: Tensor) -> tuple[Any, ...]:
         state = None

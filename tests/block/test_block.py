@@ -271,7 +271,7 @@ def test_in_temporal(policy, backends):
     x = make_input((20, 3, 2, 7, 7), device=backends.device)
     y, state = net(x, return_state=True)
     y.square().sum().backward()
-    assert state.keys() == {"1.neuron"}
+    assert state.keys() == {"net.1.neuron"}
     gradients = [p.grad.clone() for p in net.parameters()]
     net.zero_grad()
     h = conv(x.flatten(0, 1)).unflatten(0, x.shape[:2])

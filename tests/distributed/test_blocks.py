@@ -145,8 +145,8 @@ def each(axis: DeviceMesh, x: Tensor) -> list[Any]:
     shard_time(net, axis, 2, statistics="shard")
     mine = x[steps_of(len(x), axis.get_local_rank(), axis.size())]
     y, state = net(mine, return_state=True)
-    (y.sum() + sum(s.sum() for s in state["1.neuron"])).backward()
-    ends = [s.detach() for s in state["1.neuron"]]
+    (y.sum() + sum(s.sum() for s in state["net.1.neuron"])).backward()
+    ends = [s.detach() for s in state["net.1.neuron"]]
     return [y.detach(), ends, block.norm.running_mean, [p.grad for p in net.parameters()]]
 
 

@@ -9,10 +9,11 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import spikefuse as sf
 from spikefuse.memory import Bits, Checkpoint, SaveAll
-from spikefuse.nn import EventLinear, Events
+from spikefuse.nn import EventLinear, Events, EventStream, scale_to_rate
 from tests.events.networks import dense, gradients
 
 T, B = 20, 4
@@ -82,7 +83,7 @@ def test_state_is_passed() -> None:
         expected = net(x)
         first, state = net(x[:7], return_state=True)
         rest, _ = net(Events.from_dense(x[7:]), state=state, return_state=True)
-    assert state.keys() == {"0.neuron", "1.neuron"}
+    assert state.keys() == {"net.0.neuron", "net.1.neuron"}
     assert_close(torch.cat([first, rest]), expected)
 
 
@@ -296,6 +297,43 @@ def test_wrong_strides() -> None:
     layer(x)
 
 
+MASK = (torch.arange(1200).view(30, 40) % 3 > 0).float()
+COMPUTED = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "pruned": lambda layer: prune.custom_from_mask(layer, "weight", MASK),
+}
+
+
+@pytest.mark.parametrize("impl", ["numba", "dense"])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_computed_weights(name: str, impl: str) -> None:
+    torch.manual_seed(0)
+    layer, linear, x = EventLinear(40, 30, impl=impl), nn.Linear(40, 30), spikes(40)
+    linear.load_state_dict(layer.state_dict())
+    layers = [(COMPUTED[name](m), m)[1] for m in (layer, linear)]
+    layer.load_state_dict(linear.state_dict())
+    for module in layers:
+        module(Events.from_dense(x) if module is layer else x).square().mean().backward()
+    torch.testing.assert_close(layer(x), linear(x))
+    found, expected = ([p.grad for p in m.parameters()] for m in layers)
+    torch.testing.assert_close(found, expected)
+
+
+def test_computed_weights_inside_a_network() -> None:
+    net, x = network((40, 30, 10)), spikes(40)
+    net.eval()
+    expected = net(x)
+    for layer in net.net:
+        nn.utils.parametrizations.weight_norm(layer)
+    torch.testing.assert_close(net(x), expected)
+    stream = EventStream(net)
+    streamed = torch.stack([stream(step) for step in x[:, 0]])
+    torch.testing.assert_close(streamed, net(x)[:, 0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"EventLinear is computed.* cannot be scaled"):
+        scale_to_rate(net, x, 0.1)
+
+
 def test_another_default_dtype() -> None:
     net, x = network((40, 30, 10)), Events.from_dense(spikes(40))
     expected = net(x)
@@ -417,6 +455,16 @@ def test_double_backward_is_refused(make) -> None:
     assert gradient.requires_grad
     with pytest.raises(RuntimeError, match=r"double backward.*nor through an EventLinear"):
         (gradient.square().sum() + layer.weight.square().sum()).backward()
+
+
+@pytest.mark.parametrize("make", [None, neuron], ids=["currents", "fused"])
+def test_vectorized_gradients_are_refused(make) -> None:
+    layer = EventLinear(8, 5, None if make is None else make(), impl="numba")
+    y = layer(spikes(8))
+    y = y if make is None else y.values
+    grads = torch.ones(2, *y.shape)
+    with pytest.raises(NotImplementedError, match="vectorized Jacobians"):
+        torch.autograd.grad(y, layer.weight, grads, is_grads_batched=True)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])

@@ -68,7 +68,9 @@ def test_wrong_layers_and_inputs() -> None:
         stream(torch.zeros(1, 30))
     stream(torch.zeros(30))
     assert stream.state is not None
-    assert list(stream.state) == ["0.neuron", "1.neuron"]
-    message = r"entries for \(0.neuron\), the network has neurons \(0.neuron, 1.neuron\)"
+    assert list(stream.state) == ["net.0.neuron", "net.1.neuron"]
+    message = (
+        r"entries for \(net.0.neuron\), the network has neurons \(net.0.neuron, net.1.neuron\)"
+    )
     with pytest.raises(ValueError, match=message):
-        stream.state = {"0.neuron": stream.state["0.neuron"]}
+        stream.state = {"net.0.neuron": stream.state["net.0.neuron"]}

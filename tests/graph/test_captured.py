@@ -210,6 +210,23 @@ def test_compiled_layers_inside() -> None:
     assert len(seen) == 4
 
 
+def test_function_transforms_are_not_captured() -> None:
+    net = sf.fuse(sf.Temporal(nn.Sequential(nn.Linear(6, 8), sf.LIF(), nn.Linear(8, 3))))
+    x, params = torch.rand(5, 4, 6), {n: p.detach() for n, p in net.named_parameters()}
+    for kwargs in ({}, {"impl": "reference"}):
+
+        def loss(params, x):
+            return torch.func.functional_call(net, params, (x,), kwargs).sum()  # noqa: B023
+
+        if kwargs:
+            assert torch.func.grad(loss)(params, x)["net.0.weight"].any()
+        else:
+            with pytest.raises(NotImplementedError, match="kernels take no part"):
+                torch.func.grad(loss)(params, x)
+    assert net.captured.report.graphs == 0
+    assert net.captured.report.notes == []
+
+
 def test_compiled_containers_are_left_alone() -> None:
     compiled = torch.compile(network(), backend="eager")
     with pytest.raises(TypeError, match="compiled already: fuse the network first"):

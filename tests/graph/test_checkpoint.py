@@ -71,6 +71,24 @@ def test_dropout(backends):
     assert_trains_alike(lambda: Mixed(drop=0.5), make_input(SHAPE, device=backends.device))
 
 
+class Quantised(Mixed):
+    """With a surrogate as a function, as in a parallel neuron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spike = sf.surrogate.Arctan(sf.LearnablePositive(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.spike(x - 0.5))
+
+
+def test_surrogates_as_functions():
+    net, x = made(Quantised, Checkpoint()), make_input(SHAPE)
+    assert_same(train(net, x), train(made(Quantised), x))
+    assert net.captured.report.graphs == 1
+    assert net.captured.report.notes == []
+
+
 @pytest.mark.parametrize("name", ["cifar_small", "ms_resnet18", "spikformer"])
 def test_models(name):
     """Spikes, membranes or sums of them pass from block to block."""

@@ -47,6 +47,34 @@ def by_hand(x: torch.Tensor, decay: float, threshold: float) -> tuple[torch.Tens
     return torch.stack(spikes), torch.stack(potentials)
 
 
+def test_rates_are_those_of_spikes():
+    net = sf.Temporal(nn.Sequential(sf.TernaryLIF(threshold=0.5), nn.Linear(4, 2), sf.LI()))
+    with sf.record(net) as record:
+        net(torch.randn(6, 2, 4))
+    spikes = record["net.0"]["spikes"]
+    assert spikes.min() == -1
+    assert record.rates == {"net.0": pytest.approx((spikes != 0).float().mean().item())}
+
+
+def test_the_potential_before_the_reset():
+    net, x = make_net(norm=False), images()
+    with sf.record(net, states=("v", "h")) as record:
+        net(x)
+    assert list(record["net.2"]) == ["v", "h"]
+    v, h = record["net.2"]["v"], record["net.2"]["h"]
+    assert torch.equal(v, h.where(h < 0.4, 0))
+
+
+def test_nan_is_reported():
+    net, x = sf.Temporal(nn.Sequential(nn.Linear(4, 2), sf.PLIF())), torch.rand(3, 1, 4)
+    with sf.record(net), pytest.warns(UserWarning, match="'net.1' has NaN in its inputs, for"):
+        assert not net(x.where(x > x.min(), torch.nan))[0].isnan().any()
+    for p in net.net[1].parameters():
+        p.data.fill_(torch.nan)
+    with sf.record(net), pytest.warns(UserWarning, match="'net.1' has NaN in its parameters"):
+        net(x)
+
+
 @pytest.mark.parametrize("impl", ["numba", "reference", "triton"])
 def test_values_are_those_of_a_loop(impl: str) -> None:
     net, x = make_net(norm=False), images()
@@ -241,7 +269,7 @@ def test_layers_with_feedback() -> None:
             y, state = net(x, return_state=True)
         found = record["net.neuron"]
         assert torch.equal(found["spikes"], y)
-        assert torch.equal(found["v"][-1], state["neuron"][0])
+        assert torch.equal(found["v"][-1], state["net.neuron"][0])
         layer.zero_grad()
         found["v"].square().mean().backward()
         assert all(p.grad.any() for p in layer.parameters())
@@ -351,7 +379,10 @@ def test_a_neuron_alone() -> None:
     [
         ({"neurons": "net.9"}, r"'net.9' selects no neuron: the names are 'net.2', 'net.5'"),
         ({"layers": "net.2"}, r"'net.2' selects no layer: .*; neurons are selected by neurons="),
-        ({"states": "u"}, r"no selected neuron has 'u': expected names among 'a', 'spikes', 'v'"),
+        (
+            {"states": "u"},
+            r"no selected neuron has 'u': expected names among 'a', 'h', 'spikes', 'v'",
+        ),
     ],
 )
 def test_errors(options: dict[str, str], message: str) -> None:

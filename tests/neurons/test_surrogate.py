@@ -395,6 +395,32 @@ def test_learnable_values_without_a_neuron() -> None:
     assert spike.width.log_value.grad.item() == pytest.approx(4 * plain.width.grad.item())
 
 
+class Doubled(Surrogate):
+    """Learns a factor of its own, and through the surrogate inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.factor = Sigmoid(sf.LearnablePositive(4.0)), learned(2.0)
+
+    def derivative(self, u: Tensor) -> Tensor:
+        return self.factor * self.inner.derivative(u)
+
+    def primal(self, u: Tensor) -> Tensor:
+        return self.factor * self.inner.primal(u)
+
+
+def test_learnable_values_when_compiled() -> None:
+    spike = Doubled()
+    expected = gradient(spike, -0.6, 0.2), [p.grad for p in spike.parameters()]
+    spike.zero_grad()
+    compiled: Any = torch.compile(spike, backend="aot_eager", fullgraph=True)
+    assert gradient(compiled, -0.6, 0.2) == pytest.approx(expected[0])
+    torch.testing.assert_close([p.grad for p in spike.parameters()], expected[1])
+    plain = Sigmoid(learned(4.0))
+    assert expected[0] == pytest.approx([2 * g for g in gradient(plain, -0.6, 0.2)])
+    assert expected[1][1] == pytest.approx(2 * 4 * plain.width.grad)  # d exp(log) / d log
+
+
 def test_tensors_become_buffers() -> None:
     spike = Sigmoid(torch.tensor(3.0))
     assert spike.state_dict()["width"] == 3

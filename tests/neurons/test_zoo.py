@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
+from spikefuse.testing import make_input
+from tests.definitions import DEFINITIONS
 from tests.neurons.traces import gradient, trace
 
 
@@ -80,6 +82,20 @@ def test_alpha_lif_gain() -> None:
         sf.AlphaLIF(0.8, 0.9)
     with pytest.raises(TypeError, match="gain is None: give it a value"):
         sf.AlphaLIF(sf.LearnableFraction(0.9), 0.8)
+
+
+@pytest.mark.parametrize("name", [name for name in DEFINITIONS if name != "Gated"])
+def test_all_have_the_potential_before_the_reset(name: str) -> None:
+    neuron, x = DEFINITIONS[name](3, reset="hard"), make_input((6, 2, 3))
+    spikes, h = neuron(x, outputs=("spikes", "h"), impl="reference")
+    if name.startswith("LI-") or name == "LI":
+        assert torch.equal(h, spikes)
+    else:
+        # Adaptation only raises the threshold.
+        assert spikes.any()
+        fired = h.abs() >= 0.4 if name == "GatedLIF" else h.abs() >= neuron.threshold
+        fired = h >= 0.5 * 0.4 if name == "IntegerLIF" else fired
+        assert fired[spikes != 0].all()
 
 
 def test_qif() -> None:

@@ -198,7 +198,7 @@ def test_memory_is_freed():
     """The graph holds neither its own results nor those of the call."""
     net = network(CALLS["module"])
     y, state = net(make_input((5, 4, 6)), return_state=True)
-    storages = [StorageWeakRef(v.untyped_storage()) for v in (y, *state["0.part.5"])]
+    storages = [StorageWeakRef(v.untyped_storage()) for v in (y, *state["net.0.part.5"])]
     del y, state
     gc.collect()
     assert all(storage.expired() for storage in storages)

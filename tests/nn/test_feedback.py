@@ -24,7 +24,7 @@ def test_a_convolution(device):
         (s,), (v,) = reference.scan(sf.LIF(0.75), ((x[t] + body(s))[None],), (v,))
         s = s[0]
         assert torch.equal(s.flatten(1), y[t])
-    assert torch.equal(v, state["0.neuron"][0])
+    assert torch.equal(v, state["net.0.neuron"][0])
     first, state = net(x[:2], return_state=True)
     assert torch.equal(torch.cat([first, net(x[2:], state=state)]), y)
     y.sum().backward()

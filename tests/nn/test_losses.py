@@ -122,6 +122,14 @@ def test_first_spike_time_and_its_gradient() -> None:
     assert {0.0, T - 1.0, float(T)} <= set(times.flatten().tolist())
 
 
+def test_the_regularization_of_temporal_efficient_training() -> None:
+    v, square = potentials(), (potentials() - 1.5).square().mean().item()
+    expected = 0.95 * losses.ce_rate(v, TARGET).item() + 0.05 * square
+    assert losses.ce_rate(v, TARGET, 0.05, level=1.5).item() == pytest.approx(expected)
+    with pytest.raises(ValueError, match=r"weight is 2: expected a number in \[0, 1\]"):
+        losses.ce_rate(v, TARGET, 2)
+
+
 @pytest.mark.parametrize("name", [n for n in EXPECTED if n != "rate_bounds"] + ["ce_max_membrane"])
 def test_training_lowers_the_loss(name: str) -> None:
     """Through neurons, in the direction of the gradient."""
@@ -204,3 +212,12 @@ def test_class_probabilities(name: str) -> None:
         ValueError, match=r"target is torch.float32 \[4, 2\]: expected a class index"
     ):
         loss(spikes(), certain[0][:, :2])
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_whole_numbers(name: str, dtype: torch.dtype) -> None:
+    expected = CLASSES[name](spikes().float(), TARGET)
+    assert torch.equal(CLASSES[name](spikes().to(dtype), TARGET.to(dtype)), expected)
+    with pytest.raises(TypeError, match=r"target is torch\.bool: expected .* class indices"):
+        CLASSES[name](spikes(), TARGET.bool())

@@ -7,8 +7,10 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 
 import spikefuse as sf
+from spikefuse.nn import neuron as calls
 from spikefuse.testing import assert_matches_reference, make_input
 from tests.definitions import DEFINITIONS, make
 
@@ -62,11 +64,11 @@ VALUE_ERRORS = {
         lambda: LIF(X, state=(STATE[0].t(),))
     ),
     r"LIF: state v is \[2, 3\] on meta": lambda: LIF(X, state=(STATE[0].to("meta"),)),
-    "no output or state is named 'mem': expected names among 'spikes', 'v'": (
+    "no output or state is named 'mem': expected names among 'spikes', 'v', 'h'": (
         lambda: LIF(X, outputs=("spikes", "mem"))
     ),
-    "is named 'spikes': expected names among 'output0', 'output1', 'u', 'w'": (
-        lambda: PAIR(X, X, outputs=("spikes",), impl="reference")
+    "is named 'h': expected names among 'spikes', 'output0', 'output1', 'u', 'w'": (
+        lambda: PAIR(X, X, outputs=("h",), impl="reference")
     ),
     r"outputs is 'v': expected a tuple of names, such as \('spikes', 'v'\)": (
         lambda: LIF(X, outputs="v")
@@ -301,6 +303,38 @@ def test_outputs_are_returned_in_the_order_of_their_names():
     assert LIF(X.bfloat16(), outputs=("v",))[0].dtype == torch.bfloat16
 
 
+def test_spikes_are_the_first_output():
+    outputs = PAIR(X, X)
+    assert torch.equal(PAIR(X, X, outputs=("spikes",))[0], outputs[0])
+    assert torch.equal(PAIR(X, X, outputs=("output1",))[0], outputs[1])
+
+
+def test_the_potential_before_the_reset(backends):
+    x = X.to(backends.device).requires_grad_()
+    neuron = sf.LIF(0.5, threshold=0.3)
+    for impl in (*backends.impls, "reference"):
+        v, h = neuron(x, outputs=("v", "h"), impl=impl)
+        before = torch.cat((torch.zeros_like(v[:1]), v[:-1]))
+        assert torch.equal(h, 0.5 * before + x)
+        (gradient,) = torch.autograd.grad(h[0].sum(), x)
+        assert torch.equal(gradient[0], torch.ones_like(x[0]))
+
+
+def test_exposed_values():
+    class Doubled(sf.LIF):
+        def step(self, x, v):
+            self.expose(twice=2 * x, v=x)
+            return super().step(x, v)
+
+    neuron = Doubled()
+    for impl in ("numba", "reference"):
+        twice, v, h = neuron(X, outputs=("twice", "v", "h"), impl=impl)
+        assert torch.equal(twice, 2 * X)
+        # A state comes before a value of its name.
+        assert torch.equal(v, sf.LIF()(X, outputs=("v",))[0])
+        assert torch.equal(h, sf.LIF()(X, outputs=("h",))[0])
+
+
 def test_outputs_follow_changed_attributes():
     neuron = sf.LIF(0.75, 0.5)
     for reset, threshold in (("hard", 0.5), ("soft", 0.5), ("soft", torch.tensor(0.7))):
@@ -365,3 +399,35 @@ def test_a_loss_on_the_membrane():
     assert losses[-1] < 0.8 * losses[0]
     expected, found = net(x, impl="reference"), net(x)
     assert all(map(torch.equal, found, expected))
+
+
+def forgetful() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), sf.LIF(), nn.Linear(5, 2))
+
+
+def test_a_network_without_temporal_warns_once(monkeypatch):
+    monkeypatch.setattr(calls, "warned", set())
+    net, x = forgetful(), torch.rand(4, 3)
+    with pytest.warns(UserWarning, match=r"read.* dim 0 .* as time.*net = spikefuse.Temporal"):
+        net(x)
+    net(x)
+
+
+def test_a_compiled_network_without_temporal_warns(monkeypatch):
+    monkeypatch.setattr(calls, "warned", set())
+    net = torch.compile(forgetful(), backend="eager", fullgraph=True)
+    with pytest.warns(UserWarning, match="read.* dim 0 .* as time"):
+        net(torch.rand(4, 3))
+
+
+def test_calls_on_sequences_do_not_warn(monkeypatch):
+    monkeypatch.setattr(calls, "warned", set())
+    net, x, step = forgetful(), torch.rand(4, 1, 3), torch.rand(4, 3)
+    net(x)
+    sf.Temporal(net)(x)
+    sf.Stream(net)(step)
+    net.eval()(step)
+    with torch.no_grad():
+        net.train()(step)
+    sf.LIF()(step)
+    sf.LIF()(step.clone().requires_grad_(), return_state=True)

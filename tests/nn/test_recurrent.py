@@ -155,6 +155,11 @@ def gradients_of(net, x):
     return [p.grad.clone() for p in net.parameters()]
 
 
+def test_options_are_keywords():
+    with pytest.raises(TypeError, match="positional argument"):
+        sf.Recurrent(sf.LIF(), 8, 32)
+
+
 def test_in_temporal(device):
     net, x = network().to(device), torch.randn(6, 3, 10, device=device)
     y, state = net(x, return_state=True)
@@ -164,7 +169,7 @@ def test_in_temporal(device):
     stream = sf.Stream(net)
     steps = torch.stack([stream(x[t]) for t in range(6)])
     assert torch.allclose(steps, y, atol=1e-5)
-    for a, b in zip(stream.state["1.neuron"], state["1.neuron"], strict=True):
+    for a, b in zip(stream.state["net.1.neuron"], state["net.1.neuron"], strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 
 
@@ -175,7 +180,7 @@ def test_changes_of_the_output_leave_the_state(device):
     changed, state = net(x, return_state=True)
     assert bool((changed == 3).all())
     assert 0 < y[-1].mean() < 1
-    assert torch.equal(state["0.neuron"][-1], wanted[-1])
+    assert torch.equal(state["net.0.neuron"][-1], wanted[-1])
 
 
 @pytest.mark.parametrize("kind", ["LIF", "Scaled"])

@@ -124,7 +124,7 @@ def test_a_failed_step_leaves_the_state() -> None:
 def test_batch_norms_need_running_statistics(device: str) -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), sf.LIF()).to(device)
     stream, x = sf.Stream(net), torch.ones(2, 3, device=device)
-    message = "batch norm '1' would take the statistics of a single step: call net.eval"
+    message = "batch norm 'net.1' would take the statistics of a single step: call net.eval"
     with pytest.raises(ValueError, match=message):
         stream(x)
     with pytest.raises(ValueError, match=message):
@@ -141,10 +141,10 @@ def test_wrong_networks_and_states() -> None:
         sf.Stream(torch.relu)
     with pytest.raises(ValueError, match="net contains a Temporal: stream the Temporal, or"):
         sf.Stream(nn.Sequential(sf.Temporal(sf.LIF()), nn.Linear(2, 2)))
-    with pytest.raises(TypeError, match=r"layer '0' \(GRU\) has a memory of its own"):
+    with pytest.raises(TypeError, match=r"layer 'net.0' \(GRU\) has a memory of its own"):
         sf.Stream(nn.Sequential(nn.GRU(2, 2)))(torch.ones(1, 2))
     stream = sf.Stream(nn.Sequential(nn.Linear(2, 2), sf.LIF()))
-    with pytest.raises(ValueError, match=r"entries for \(0\), the network has neurons \(1\)"):
+    with pytest.raises(ValueError, match=r"entries for \(0\), the network has neurons \(net.1\)"):
         stream.state = {"0": ()}
     with pytest.raises(TypeError, match="state is a tuple: expected a dict"):
         stream.state = (torch.zeros(1, 2),)

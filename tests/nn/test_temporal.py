@@ -107,7 +107,7 @@ def test_streaming_equals_one_call(sizes):
             y, state = net(chunk, state=state, return_state=True)
             pieces.append(y)
     assert torch.equal(torch.cat(pieces), expected)
-    assert list(state) == list(final) == ["2", "6"]
+    assert list(state) == list(final) == ["net.2", "net.6"]
     for name in final:
         assert_equal(list(state[name]), list(final[name]))
 
@@ -226,7 +226,7 @@ def test_states_may_be_given_together_with_outputs():
     second = net(x[2:], state=state)
     for e, a, b in zip(expected, first, second, strict=True):
         assert torch.equal(e, torch.cat([a, b]))
-    assert torch.equal(expected[1][-1], final["lif"][0])
+    assert torch.equal(expected[1][-1], final["net.lif"][0])
 
 
 class Skipping(nn.Module):
@@ -245,14 +245,14 @@ def test_a_neuron_that_is_not_called_keeps_its_state():
     net, x = sf.Temporal(Skipping()), torch.rand(6, 2, 3)
     expected = sf.LIF(0.9, 0.5)(x)
     first, state = net(x[:3], return_state=True)
-    assert state["second"] == ()
+    assert state["net.second"] == ()
     second, later = net(x[3:], state=state, return_state=True)
     assert torch.equal(torch.cat([first, second]), expected)
     net.net.both = True
     _, known = net(x, state=later, return_state=True)
     net.net.both = False
     _, last = net(x, state=known, return_state=True)
-    assert last["second"] is known["second"]
+    assert last["net.second"] is known["net.second"]
 
 
 def test_a_stream_whose_neuron_is_not_called():
@@ -268,8 +268,8 @@ def test_a_network_that_is_one_neuron():
     net = sf.Temporal(sf.ALIF(threshold=0.3))
     y, state = net(X, return_state=True)
     assert torch.equal(y, sf.ALIF(threshold=0.3)(X))
-    assert list(state) == [""]
-    assert len(state[""]) == 2
+    assert list(state) == ["net"]
+    assert len(state["net"]) == 2
 
 
 class Twice(nn.Module):
@@ -351,7 +351,7 @@ def test_batch_first_with_states_and_constant_input():
     first, state = net(IMAGES[:5], return_state=True)
     mine, mine_state = other(IMAGES[:5].transpose(0, 1), return_state=True)
     assert torch.equal(mine, first.transpose(0, 1))
-    assert torch.equal(mine_state["2"][0], state["2"][0])
+    assert torch.equal(mine_state["net.2"][0], state["net.2"][0])
     y = other(IMAGES[5:].transpose(0, 1), state=state)
     assert torch.equal(y, net(IMAGES[5:], state=state).transpose(0, 1))
     image = IMAGES[0]
@@ -381,17 +381,34 @@ def note_of(call) -> str:
     return note
 
 
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (nn.Linear(6, 5), sf.LIF(), nn.Linear(4, 3)),  # the last layer is wrong
+        (nn.Linear(6, 5), Failing()),
+        (Failing(),),
+    ],
+)
+def test_errors_of_other_causes_have_no_note(layers):
+    with pytest.raises((RuntimeError, KeyError)) as caught:
+        sf.Temporal(nn.Sequential(*layers))(X)
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_errors_name_how_the_input_was_read():
     x = torch.rand(8, 1, 28, 28)
     net = sf.Temporal(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), sf.LIF()))
     assert note_of(lambda: net(x)) == (
         "x [8, 1, 28, 28] was read as T=8, B=1 and steps of shape [28, 28], since sequences are "
-        "[T, B, ...]: for a static image use spikefuse.nn.encode.direct or unsqueeze; for "
-        "[B, T, ...] data use batch_first=True"
+        "[T, B, ...]: for a static image use spikefuse.nn.encode.direct or unsqueeze"
     )
     other = note_of(lambda: batch_first(net)(x))
     assert "read as T=1, B=8 and steps of shape [28, 28], since sequences are [B, T, ...]" in other
-    assert "for [T, B, ...] data leave out batch_first=True" in other
     note = note_of(lambda: sf.Temporal(Masked())(X[..., :5], {"bias": [X]}, mask=X))
     assert note.startswith("the inputs [20, 2, 5], [20, 2, 6], [20, 2, 6] were read as T=20, B=2,")
     dtype = note_of(lambda: net(x[:, :, None].to(torch.uint8)))
@@ -401,10 +418,45 @@ def test_errors_name_how_the_input_was_read():
         net(x)
 
 
+ATTENTION = {
+    "TransformerEncoderLayer": lambda **kw: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, **kw),
+    "MultiheadAttention": lambda **kw: nn.MultiheadAttention(6, 2, **kw),
+    "TransformerDecoderLayer": lambda **kw: nn.TransformerDecoderLayer(6, 2, 12, **kw),
+}
+
+
+@pytest.mark.parametrize("layer", ATTENTION)
+def test_attention_along_steps_and_samples_is_refused(layer):
+    net = nn.Sequential(nn.Linear(6, 6), ATTENTION[layer]())
+    message = r"layer 'net.1.*' \(MultiheadAttention\) has batch_first=False.*with batch_first=True"
+    with pytest.raises(ValueError, match=message):
+        sf.Temporal(net)(X[:, :, None])
+    with pytest.raises(ValueError, match=message):
+        sf.Stream(net)(X[0, :, None])
+
+
+def test_attention_among_tokens():
+    torch.manual_seed(0)
+    net = ATTENTION["TransformerEncoderLayer"](batch_first=True).eval()
+    x = torch.rand(4, 2, 3, 6)
+    for actual, step in zip(sf.Temporal(net)(x), x, strict=True):
+        torch.testing.assert_close(actual, net(step))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Softmax(0), nn.LogSoftmax(), nn.Softmin(0), nn.GLU(0)], ids=str
+)
+def test_layers_along_dim_0_are_refused(layer):
+    with pytest.raises(ValueError, match=rf"layer 'net.1.0' .* has dim={layer.dim}, but dim 0 has"):
+        sf.Temporal(nn.Sequential(nn.Linear(6, 6), nn.Sequential(layer)))
+    # Another module may call it with something else.
+    sf.Temporal(nn.Sequential(nn.Linear(6, 6), nn.ModuleDict({"routes": layer})))
+
+
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_recurrent_layers_are_refused(layer):
     net = sf.Temporal(nn.Sequential(nn.Linear(6, 6), nn.ModuleDict({"rnn": layer(6, 6)})))
-    message = rf"layer '1.rnn' \({layer.__name__}\) has a memory of its own.*nn.Seq"
+    message = rf"layer 'net.1.rnn' \({layer.__name__}\) has a memory of its own.*nn.Seq"
     with pytest.raises(TypeError, match=message):
         net(X)
     with pytest.raises(TypeError, match=message):
@@ -424,7 +476,7 @@ def test_neurons_of_other_libraries_are_refused(module, name):
     theirs = type("Leaky", (base,), {"__module__": module})()
     library = module.split(".")[0]
     message = (
-        rf"layer '1' \({library}\.Leaky\) has a memory .*Temporal\(spikefuse\.convert\(net\)\)"
+        rf"layer 'net.1' \({library}\.Leaky\) has a memory .*Temporal\(spikefuse\.convert\(net\)\)"
     )
     with pytest.raises(TypeError, match=message):
         sf.Temporal(nn.Sequential(nn.Linear(6, 6), theirs))
@@ -439,11 +491,11 @@ def test_the_printed_network():
 def test_a_neuron_called_twice():
     net, neuron = sf.Temporal(Twice()), sf.IF(0.5)
     assert torch.equal(net(X), neuron(neuron(X)))
-    message = "neuron 'neuron' is called twice in one step, so its state is ambiguous"
+    message = "neuron 'net.neuron' is called twice in one step, so its state is ambiguous"
     with pytest.raises(ValueError, match=message):
         net(X, return_state=True)
     with pytest.raises(ValueError, match=message):
-        net(X, state={"neuron": (torch.zeros(2, 6),)})
+        net(X, state={"net.neuron": (torch.zeros(2, 6),)})
 
 
 def sharded(net: sf.Temporal) -> sf.Temporal:
@@ -487,12 +539,12 @@ VALUE_ERRORS = {
     r"impl is 'fast': expected one of auto, triton, numba, reference": (
         lambda: linear()(X, impl="fast")
     ),
-    r"state has entries for \(0\), the network has neurons \(1\): pass what return_state=True": (
+    r"entries for \(0\), the network has neurons \(net.1\): pass what return_state=True": (
         lambda: linear()(X, state={"0": (torch.zeros(2, 5),)})
     ),
-    r"state has entries for \(\), the network has neurons \(1\)": lambda: linear()(X, state={}),
+    r"state has entries for \(\), the network has neurons \(net.1\)": lambda: linear()(X, state={}),
     r"LIF: state v is \[3, 5\] on cpu: expected \[2, 5\] on cpu": (
-        lambda: linear()(X, state={"1": (torch.zeros(3, 5),)})
+        lambda: linear()(X, state={"net.1": (torch.zeros(3, 5),)})
     ),
     r"the network returned shape \[\]: expected dim 0 to be T\*B = 20\*2; compute a number": (
         lambda: sf.Temporal(Mixes(lambda n, x: n(x).sum()))(X)
@@ -503,7 +555,7 @@ VALUE_ERRORS = {
     r"the network returned shape \[240\]: expected dim 0 to be T\*B = 20\*2; a layer has mixed": (
         lambda: sf.Temporal(Mixes(lambda n, x: n(x).flatten()))(X)
     ),
-    r"'neuron' received shape \[13, 6\] inside Temporal: expected \[T\*B, ...\] with T = 20": (
+    r"'net.neuron' received shape \[13, 6\] inside Temporal: expected \[T\*B, ...\] with T = 20": (
         lambda: sf.Temporal(Mixes(lambda n, x: n(x[:13])))(X)
     ),
     r"inside Temporal, pass state= and return_state= to the container": (
@@ -522,7 +574,7 @@ TYPE_ERRORS = {
     r"memory is LIF.*; wrap layers in nn.Sequential": lambda: sf.Temporal(nn.ReLU(), sf.LIF()),
     r"the input is a list: expected a tensor": lambda: linear()([1.0]),
     r"state is a tuple: expected a dict": lambda: linear()(X, state=(torch.zeros(2, 5),)),
-    r"state must be a tuple of tensors \(v,\)": lambda: linear()(X, state={"1": 1.0}),
+    r"state must be a tuple of tensors \(v,\)": lambda: linear()(X, state={"net.1": 1.0}),
     r"LIF: x is torch.int64: expected float32": lambda: sf.Temporal(sf.LIF())(X.long()),
 }
 

@@ -714,5 +714,5 @@ def test_norse_states_passed_by_hand():
 
 @pytest.mark.parametrize("neuron", [sj.LIFNode(), snn.Leaky(0.9), norse.LIFCell()])
 def test_temporal_refuses_what_is_not_converted(neuron):
-    with pytest.raises(TypeError, match=r"layer '1' .* has a memory of its own.*\.convert"):
+    with pytest.raises(TypeError, match=r"layer 'net.1' .* has a memory of its own.*\.convert"):
         sf.Temporal(nn.Sequential(nn.Linear(3, 3), neuron))

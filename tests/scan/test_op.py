@@ -534,10 +534,11 @@ def test_first_calls_from_several_threads():
 
 # PyTorch's own: jvp imports decompositions that it compiles with torch.jit.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap"])
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap", "vectorized"])
 def test_function_transforms_are_refused(transform):
     neuron, x = sf.LIF(), torch.randn(4, 2, 3)
     calls = {
+        "vectorized": lambda: torch.autograd.functional.jacobian(neuron, x, vectorize=True),
         "grad": lambda: torch.func.grad(lambda x: neuron(x).sum())(x),
         "jvp": lambda: torch.func.jvp(neuron, (x,), (x,)),
         "vmap": lambda: torch.func.vmap(neuron)(x.expand(2, 4, 2, 3)),

@@ -14,10 +14,11 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import spikefuse as sf
 from spikefuse.nn import Events
-from spikefuse.train.activity import ActivityMonitor
+from spikefuse.train.activity import ActivityMonitor, RateMonitor
 from spikefuse.train.classifier import Classifier
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
@@ -174,3 +175,13 @@ WRONG = {
 def test_wrong_settings(message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**WRONG[message])
+
+
+def test_rates_count_spikes_of_either_sign():
+    neuron = sf.TernaryLIF(threshold=0.5)
+    rates = RateMonitor(nn.Sequential(neuron))
+    x = torch.randn(5, 3, 4, requires_grad=True)
+    spikes = neuron(x)
+    assert spikes.min() == -1
+    penalty = rates.penalty()
+    assert penalty.item() == pytest.approx(spikes.abs().mean().item())

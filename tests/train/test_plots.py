@@ -8,6 +8,7 @@ import matplotlib.image
 import pytest
 import torch
 
+from spikefuse.train import plots
 from spikefuse.train.classifier import Classifier
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.plots import plot_curves, plot_raster, record_example
@@ -38,6 +39,17 @@ def test_raster_of_any_depth(tmp_path: Path, model: str) -> None:
     path = tmp_path / "raster.png"
     plot_raster(module, torch.full((1, 1, 8, 8), 200, dtype=torch.uint8), 3, path)
     assert matplotlib.image.imread(path).std() > 0.01
+
+
+def test_potentials_have_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Classifier(TrainConfig(num_steps=3, model="mlp")).eval()
+    layers = {"0": torch.tensor([[1.0, -1.0], [0.0, 0.0]]), "1": torch.tensor([[-0.3, 0.1]])}
+    example = torch.zeros(3, 1, 8, 8), layers, torch.zeros(3, 10)
+    monkeypatch.setattr(plots, "record_example", lambda *_: example)
+    shown = []
+    monkeypatch.setattr(plots, "raster", lambda x, axes, title: shown.append(title))
+    plot_raster(module, torch.zeros(1), 3, tmp_path / "raster.png")
+    assert shown == ["0: 2 neurons, 50.0 % firing", "1: 2 neurons, potentials"]
 
 
 def test_curves_of_a_single_epoch(tmp_path: Path) -> None:

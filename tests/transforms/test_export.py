@@ -211,19 +211,34 @@ def test_a_step_names_its_states_and_starts_from_rest():
     step = sf.exportable(dense(sf.Izhikevich()), step=True)
     x = sequence(5)[0]
     states = step.initial_states(x)
-    assert step.state_names == ("1.v", "1.w")
+    assert step.state_names == ("net.1.v", "net.1.w")
     assert [s.shape for s in states] == [(B, 6), (B, 6)]
     assert all(map(torch.equal, step(x), step(x, *states)))
     recurrent = sf.exportable(dense(sf.Recurrent(sf.ALIF(), 6)), step=True)
-    assert recurrent.state_names == ("1.neuron.v", "1.neuron.a", "1.neuron.spikes")
-    with pytest.raises(TypeError, match=r"1 states are given: expected 2 \(1.v, 1.w\)"):
+    assert recurrent.state_names == ("net.1.neuron.v", "net.1.neuron.a", "net.1.neuron.spikes")
+    with pytest.raises(TypeError, match=r"1 states are given: expected 2 \(net.1.v, net.1.w\)"):
         step(x, states[0])
+
+
+def test_a_step_of_a_network_with_its_preprocessing():
+    class Trained(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = dense(sf.LIF())
+
+        def forward(self, x):
+            return self.net(encode.direct(x / 255, T)).mean(0)
+
+    trained, x = Trained(), sequence(5)[0]
+    step, expected = sf.exportable(trained, step=True), sf.exportable(trained.net, step=True)
+    assert all(map(torch.equal, step(x), expected(x)))
+    assert step.state_names == ("net.1.v",)
 
 
 def test_a_step_refuses_neurons_without_a_single_state():
     lif = sf.LIF()
     step = sf.exportable(sf.Temporal(nn.Sequential(lif, lif)), step=True)
-    with pytest.raises(ValueError, match="'0' is called twice"):
+    with pytest.raises(ValueError, match=r"'net\.0' is called twice"):
         step(torch.rand(B, 5))
 
     class Unused(nn.Module):
@@ -234,7 +249,7 @@ def test_a_step_refuses_neurons_without_a_single_state():
         def forward(self, x):
             return self.lif(x)
 
-    with pytest.raises(ValueError, match="'other' is not called"):
+    with pytest.raises(ValueError, match=r"'net\.other' is not called"):
         sf.exportable(sf.Temporal(Unused()), step=True)(torch.rand(B, 5))
 
 
@@ -328,7 +343,8 @@ def test_a_bare_neuron_exports_with_its_state():
     ("net", "step", "message"),
     [
         (3, False, "net is a int"),
-        (sf.LIF(), True, "expected a Temporal with step=True"),
+        (sf.LIF(), True, "LIF with 0 Temporal containers: expected a Temporal, or a module"),
+        (nn.ModuleList([dense(sf.LIF()), dense(sf.LIF())]), True, "with 2 Temporal containers"),
         (sf.Temporal(nn.Sequential(EventLinear(5, 3))), False, "'net.0' is a EventLinear"),
         (Scaled(), False, "'' is a Scaled, whose own forward takes no impl"),
         (torch.compile(dense(sf.LIF()), backend="eager"), False, "which is compiled"),
@@ -411,8 +427,9 @@ def test_onnx():
         step = sf.exportable(dense(neuron), step=True)
         x = sequence(5)[0]
         args = x, *step.initial_states(x)
-        names = "x", *step.state_names
-        made = session(step, *args, input_names=names)
+        names = step.input_names
+        made = session(step, *args, input_names=names, output_names=step.output_names)
+        assert [y.name for y in made.get_outputs()][:2] == ["output", f"next.{step.state_names[0]}"]
         found = made.run(None, {name: arg.numpy() for name, arg in zip(names, args, strict=True)})
         for result, expected in zip(found, step(*args), strict=True):
             torch.testing.assert_close(torch.from_numpy(result), expected)

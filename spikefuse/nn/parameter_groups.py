@@ -1,0 +1,40 @@
+"""Groups of parameters for optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from spikefuse.neurons.definition import Neuron
+
+
+def parameter_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return groups for an optimizer, which exempt neurons, norms and biases from weight decay.
+
+    Weight decay pulls a threshold, or the logit of a decay, towards 0, which has no meaning. Exempt
+    are the parameters of neurons and their surrogates, those of `nn.LayerNorm` and `nn.RMSNorm`,
+    and all others with fewer than two dims::
+
+        optimizer = torch.optim.AdamW(sf.nn.parameter_groups(net, 0.01), lr=1e-3)
+
+    Args:
+        net: any module.
+        weight_decay: of the other parameters.
+
+    Returns:
+        Two groups: the parameters with weight decay, and those without.
+    """
+    exempt = {
+        id(parameter)
+        for module in net.modules()
+        if isinstance(module, Neuron | nn.LayerNorm | nn.RMSNorm)
+        for parameter in module.parameters()
+    }
+    groups: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+    for parameter in net.parameters():
+        groups[parameter.ndim < 2 or id(parameter) in exempt].append(parameter)
+    return [
+        {"params": groups[0], "weight_decay": weight_decay},
+        {"params": groups[1], "weight_decay": 0.0},
+    ]
