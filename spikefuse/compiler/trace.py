@@ -299,6 +299,10 @@ class _Operations:
         """Return whether a tensor depends on the inputs, and so is not a constant."""
         return isinstance(self.seen.get(value.data_ptr(), (None, None))[1], str)
 
+    def _is_supported(self, packet: Any) -> bool:
+        allowed = self.gradients or packet not in rewrites.IN_GRADIENTS
+        return allowed and rewrites.is_supported(packet)
+
     def _float32(self, value: Any) -> Any:
         """Convert a scalar float64 constant to float32, as type promotion does in eager mode."""
         is_double = isinstance(value, Tensor) and value.dtype == torch.float64 and not value.ndim
@@ -313,8 +317,7 @@ class _Operations:
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         packet = func.overloadpacket
-        is_derivative = packet in rewrites.IN_GRADIENTS and not self.gradients
-        drawn = "" if rewrites.is_supported(packet) and not is_derivative else _random(func)
+        drawn = "" if self._is_supported(packet) else _random(func)
         if drawn:
             raise UnsupportedOperation(
                 f"{self.step} uses '{drawn}' at {_user_line()}: a kernel draws no random numbers, "
@@ -331,7 +334,7 @@ class _Operations:
             "kernels consist of pointwise operations that change nothing in place "
             '(docs/write-a-neuron.md lists them); impl="reference" runs the eager loop'
         )
-        if not in_place and not is_derivative and rewrites.is_supported(packet):
+        if not in_place and self._is_supported(packet):
             args = [self._float32(a) for a in args]
             result = func(*args, **kwargs)
             if not any(isinstance(a, Tensor) and self._is_variable(a) for a in args):
