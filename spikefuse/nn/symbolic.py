@@ -19,10 +19,10 @@ def leaf(forward: F) -> F:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for x in args:
             if isinstance(x, fx.Proxy):
-                target = x.tracer.path_of_module(self)
+                target = x.tracer.path_of_module(self)  # type: ignore[attr-defined]
                 return x.tracer.create_proxy("call_module", target, args, kwargs)
         return forward(self, *args, **kwargs)
 
-    call.__signature__ = signature(forward)
+    call.__signature__ = signature(forward)  # type: ignore[attr-defined]
     del call.__wrapped__  # torch.fx would read its code
-    return call
+    return call  # type: ignore[return-value]
