@@ -275,7 +275,7 @@ def _by_way(rows: list[Result], ways: Sequence[str], key: str) -> str:
 
     def cell(row: Result, name: str) -> str:
         found = [c for c in row["contenders"] if c["network"] == name and c["way"] in ways]
-        shown = [mebibytes(c.get(key)) if key == "peak_bytes" else value(c, key) for c in found]
+        shown = [mebibytes(c.get(key) or None) if key == "peak_bytes" else value(c, key) for c in found]
         return " / ".join(shown) if set(shown) - {"–"} else "–"
 
     names = dict.fromkeys(c["network"] for c in flat(rows) if c["status"] == "ok")

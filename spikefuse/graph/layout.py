@@ -43,9 +43,11 @@ def use_channels_last(graph: fx.Graph) -> None:
 
 def _merges_with_a_copy(node: fx.Node) -> bool:
     """Whether a node copies `[..., h, d, N]`, the heads of an attention, into `[..., h * d, N]`."""
-    if node.target not in ("reshape", torch.reshape) or not isinstance(value(node), Tensor):
+    if node.target not in ("reshape", torch.reshape):
         return False
     x, y = value(node.args[0]), value(node)
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):  # x is the result of a block
+        return False
     merges = x.ndim == y.ndim + 1 and x.shape[:-3] == y.shape[:-2] and x.shape[-1] == y.shape[-1]
     if y.ndim < 3 or not merges:
         return False

@@ -17,6 +17,7 @@ from spikefuse.graph import layout, operations
 from spikefuse.graph.backend import apply_passes
 from spikefuse.graph.layout import use_channels_last
 from spikefuse.graph.report import GraphReport
+from spikefuse.models import MODELS
 from tests.graph.graphs import targets
 
 
@@ -172,6 +173,15 @@ class Maps(nn.Module):
         heads = heads.contiguous()
         z = (heads @ (heads.transpose(-2, -1) @ heads)).transpose(3, 4).reshape(T, B, 8, -1)
         return F.relu(self.q(z.flatten(0, 1).contiguous())) + y.flatten(0, 1)
+
+
+def test_models_whose_blocks_return_sums(on_gpu: None) -> None:
+    torch.manual_seed(0)
+    net = sf.Temporal(MODELS["ms_resnet18"](lambda: sf.LIF(threshold=0.3), 2, 5, (8, 8)))
+    fused, x = sf.fuse(net), torch.rand(2, 2, 2, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x), net(x), rtol=1e-3, atol=1e-3)
+    assert fused.fusion.summary == "21 of 21 batch norms fused with the neuron after them"
 
 
 def test_a_network(on_gpu: None) -> None:
