@@ -31,7 +31,7 @@ PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 help:
 	@echo "make train      train a small convolutional SNN on handwritten digits (options: ARGS='--help')"
 	@echo "make test       run all tests (with another PyTorch: TORCH=torch==2.11.0 VENV=.venv-2.11)"
-	@echo "make attack     random networks, damaged files and faults (ARGS='--minutes 60 --seed 1')"
+	@echo "make attack     random networks, damaged files, faults and folders (ARGS='--minutes 60 --seed 1')"
 	@echo "make parity     compare with SpikingJelly, snnTorch and Norse, which it downloads"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     fix and format the code with ruff"

@@ -107,6 +107,10 @@ def hashed(x: Tensor) -> int:
 version: Callable[[Tensor], int] = attrgetter("_version") if hasattr(Tensor, "_version") else hashed
 
 
+#: Returns whether torch.compile or torch.export reads the code that calls it.
+is_traced = torch.compiler.is_compiling
+
+
 def dynamo_is_imported() -> bool:
     return "torch._dynamo" in sys.modules
 

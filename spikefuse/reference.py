@@ -11,7 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.definition import Neuron, Outputs, States, call_step, channel_view
+from spikefuse.neurons.definition import (
+    Neuron,
+    Outputs,
+    States,
+    call_step,
+    channel_view,
+    first_states,
+)
 from spikefuse.neurons.description import bind
 
 
@@ -50,8 +57,7 @@ def scan(
             values[name] = channel_view(name, value, like.shape).to(like.device, compute)
     bound = bind(definition, values)
     if state is None:
-        rest = [s.initial for s in definition.states.values()]
-        state = tuple(torch.full_like(like, value, dtype=compute) for value in rest)
+        state = first_states(definition, definition.values(), like.to(compute))
         if weight is not None:
             state = (*state, torch.zeros_like(like))
     states = tuple(s.to(compute) for s in state)

@@ -39,8 +39,6 @@ if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.device_count() > 1:
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import torch._dynamo.guards
-
 from spikefuse.graph import fuse_norms
 from spikefuse.kernels import numba_host
 from spikefuse.testing import Backends
@@ -56,10 +54,6 @@ if torch.cuda.is_available():
 
 
 interpreter.hasten()
-
-# TorchDynamo measures the guards of each graph, a quarter of the time of a small one: it flushes
-# the caches of the processor before.
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
 def pytest_collection_finish():

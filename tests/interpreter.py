@@ -1,4 +1,4 @@
-"""Triton's interpreter, without work that has no effect: it takes a third less time."""
+"""Triton's interpreter and TorchDynamo without work that has no effect."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch._dynamo.guards
+
 
 def hasten() -> None:
-    """Omit overflow checks, which the interpreter computes and ignores, and repeated patches."""
+    """Omit overflow checks, which the interpreter computes and ignores, and repeated patches: a
+    third of its time. TorchDynamo measures the guards of each graph, a sixth of the time of a small
+    one, for which it flushes the caches of the processor."""
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     if os.environ.get("TRITON_INTERPRET") != "1" or not importlib.util.find_spec("triton"):
         return
     from triton.runtime import interpreter

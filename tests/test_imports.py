@@ -64,9 +64,11 @@ ORDER = {
         "launch_triton",
         "state_passing",
         "records",
+        "checks",
         "execution",
         "microbatches",
         "double_backward",
+        "per_neuron",
         "op",
         "recurrent",
     ],
@@ -96,6 +98,7 @@ ORDER = {
     ],
     "kernels": [
         "file_lock",
+        "threads",
         "cache_folder",
         "channels",
         "numba_math",
@@ -138,7 +141,7 @@ EXTERNAL = {
     "sklearn": {"data"},
     "pooch": {"data"},
     "tonic": {"data"},
-    "h5py": {"data"},
+    "h5py": {"data", "transforms"},
     "PIL": {"data"},
     "nir": {"transforms"},
 }
@@ -418,9 +421,12 @@ def test_the_checker_finds_private_names(source: str, tmp_path: Path) -> None:
 
 def test_files_that_ask_whether_torch_compile_traces() -> None:
     """Each is one place where eager and traced calls differ."""
-    found = [f for f in sorted(PACKAGE.rglob("*.py")) if "is_compiling()" in f.read_text()]
+    found = [f for f in sorted(PACKAGE.rglob("*.py")) if "is_traced()" in f.read_text()]
     names = {module_name(PACKAGE, file) for file in found}
-    assert names == {"nn.checkpoint", "nn.temporal", "scan.op"}
+    assert names == {
+        *("neurons.spike", "neurons.surrogate", "nn.checkpoint", "nn.temporal"),
+        *("scan.checks", "scan.op"),
+    }
 
 
 def test_no_test_file_is_imported() -> None:

@@ -19,7 +19,8 @@ from spikefuse.compiler.adjoint import reverse_step
 from spikefuse.compiler.trace import trace_step
 from spikefuse.memory import spikes
 from spikefuse.nn import Recurrent, call
-from spikefuse.scan import op, recurrent
+from spikefuse.scan import checks, recurrent
+from spikefuse.scan.checks import is_plain
 
 NAMES = [
     "utils._python_dispatch.TorchDispatchMode",
@@ -110,8 +111,8 @@ def test_the_reference_is_what_kernels_compute() -> None:
 def test_calls_by_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _torch.num_dispatch_modes() == 0
     expected = train(network())
-    monkeypatch.setattr(op, "num_dispatch_modes", _torch.one)
-    assert not op.is_plain((torch.ones(2),))
+    monkeypatch.setattr(checks, "num_dispatch_modes", _torch.one)
+    assert not is_plain((torch.ones(2),))
     check_equal(train(network()), expected)
 
 

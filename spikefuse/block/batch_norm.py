@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from spikefuse.kernels.norm import BatchNorm
 from spikefuse.kernels.running import Running
-from spikefuse.scan.op import PLAIN, call_untraced
+from spikefuse.scan.checks import PLAIN, call_untraced
 from spikefuse.scan.state_passing import WHOLE, Collectives, StatePassing
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -31,24 +32,14 @@ normalize: Callable[[Tensor, Running, Affine, Collectives | None], Tensor] | Non
 synchronized: WeakValueDictionary[int, nn.SyncBatchNorm] = WeakValueDictionary()
 
 
-def synchronized_batch_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    norm: int,
-) -> Tensor:
+def synchronized_batch_norm(x: Tensor, *given: Any, norm: int) -> Tensor:
     """`F.batch_norm` in training, with the statistics of the processes of a norm in `synchronized`.
     TorchDynamo does not trace it."""
     if type(x) not in PLAIN:  # TorchDynamo asks for the shape of the result
-        return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+        return F.batch_norm(x, *given)
     assert normalize is not None and group_of is not None
-    running = Running(running_mean, running_var, None, momentum)
-    group = group_of(synchronized[norm])
+    mean, variance, weight, bias, _, momentum, eps = given
+    running, group = Running(mean, variance, None, momentum), group_of(synchronized[norm])
     return call_untraced(normalize, x, running, (weight, bias, eps), group)
 
 

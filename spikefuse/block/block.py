@@ -26,9 +26,9 @@ from spikefuse.kernels.running import update_running_stats
 from spikefuse.memory.policies import Checkpoint, Policy
 from spikefuse.neurons.definition import Neuron, States, with_outputs
 from spikefuse.nn.call import active, mark_binary, wants_bits
-from spikefuse.nn.neuron import backend_of, call_neuron, check_inputs, checked_names
+from spikefuse.nn.neuron import backend_of, call_neuron, check_inputs, checked_names, from_rest
 from spikefuse.nn.symbolic import leaf
-from spikefuse.scan import op
+from spikefuse.scan.checks import check_backend, check_param, is_plain, refuse_transforms
 from spikefuse.scan.layout import flatten_steps, unflatten_steps
 from spikefuse.scan.program import Kinds, kinds_of
 from spikefuse.scan.records import Arguments, Results, Wanted
@@ -76,8 +76,6 @@ class Block(nn.Module):
     Raises:
         TypeError, ValueError: wrong modules, shapes or dtypes.
     """
-
-    is_leaf = True  # of traced graphs
 
     def __init__(self, norm: BatchNorm, neuron: Neuron, memory: Policy | None = None) -> None:
         super().__init__()
@@ -131,25 +129,31 @@ def scan(
     check_inputs(neuron, NAMES[: len(inputs)], inputs, states, backend)
     check_norms(norms, neuron, inputs[0], backend, alone)
     wanted = Wanted(wanted.final, wants_bits(inputs[0]), False, wanted.outputs, backend)
+    arguments = from_rest(neuron, arguments)
     if backend == "reference":
         return _reference(norms, neuron, arguments, wanted)
-    op.check_backend(backend, inputs[0])
-    is_plain, save = op.is_plain(inputs), _saves_states(memory)
-    if is_plain:
+    check_backend(backend, inputs[0])
+    plain, save = is_plain(inputs), _saves_states(memory)
+    if plain:
         block = prepare_block(neuron, backend, kind, wanted.outputs)
         values: dict[str, Any] = dict(neuron.description().values(neuron))
         program, own, floats = block.name, block.own, block.own_floats
     else:
-        op.refuse_transforms(inputs)
+        refuse_transforms(inputs)
         values = dict(neuron.values())
         about = inputs[0].device, tuple(kind), backend, wanted.outputs, kinds_of(values)
         program, own, floats = neuron.evaluate(_prepare, *about)
     for label in own:
-        op.check_param(neuron, label, values[label], inputs[0])
+        check_param(neuron, label, values[label], inputs[0])
+        if values[label].ndim > 1:
+            raise ValueError(
+                f"parameter '{label}' has shape {list(values[label].shape)}: a block takes one "
+                "value, or one per channel; run the norm and the neuron one after the other"
+            )
     params, scalars = [values[label] for label in own], [values[label] for label in floats]
-    arguments = Arguments(inputs, states, params, (), scalars, passing)
+    arguments = Arguments(inputs, arguments.states, params, (), scalars, passing)
     wanted = Wanted(wanted.final, wanted.bits, save)
-    if is_plain:
+    if plain:
         compile_ahead(program, arguments, wanted._replace(save=save and torch.is_grad_enabled()))
     batches = [norm_of(norm, x, backend, passing) for norm, x in zip(norms, inputs, strict=False)]
     results = run_block(program, arguments, batches, wanted)
@@ -192,8 +196,9 @@ def _reference(
     norms: tuple[BatchNorm, ...], neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted
 ) -> Results[Tensor]:
     inputs, definition = tuple(arguments.inputs), with_outputs(neuron, wanted.outputs)
-    if not op.is_plain(()) or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        # The norms of torch.nn, which other programs know how to run.
+    traced = not is_plain(()) or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if traced or not inputs[0].numel():
+        # The norms of torch.nn, which other programs know how to run, and which take empty batches.
         normed = [unflatten_steps(norm(flatten_steps(x)), len(x))
                   for norm, x in zip(norms, inputs, strict=False)]  # fmt: skip
         total = reduce(torch.add, (*normed, *inputs[len(norms) :]))

@@ -18,6 +18,7 @@ from spikefuse.block.training import BlockCall
 from spikefuse.kernels.norm import merge_statistics, statistics
 from spikefuse.kernels.running import Running, update_running_stats
 from spikefuse.scan import op
+from spikefuse.scan.checks import is_plain
 from spikefuse.scan.execution import execution_of
 from spikefuse.scan.program import CHANNEL, SCALAR
 from spikefuse.scan.records import Arguments, Results, Wanted
@@ -71,7 +72,7 @@ def norm_statistics(
         backend: "triton" or "numba".
         collectives: over the processes that share the statistics, if there are others.
     """
-    if not op.is_plain((x,)):
+    if not is_plain((x,)):
         with torch.no_grad():
             weight = None if weight is None else weight.detach()
             found = torch.ops.spikefuse.norm_statistics(x.detach(), weight, eps, backend)

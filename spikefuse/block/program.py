@@ -104,7 +104,7 @@ def prepare_block(
     key = "block", backend, kind, outputs, *map(_kind, tensors)
     found: BlockProgram | None = description.cache.get(key)
     if found is None:
-        norm = (torch.zeros(1),) * len(value_names(kind._replace(by_batch=False)))
+        norm = (torch.zeros(2),) * len(value_names(kind._replace(by_batch=False)))
         definition = with_batch_norm(with_outputs(neuron, outputs), norm, kind)
         statics, kinds = definition.description().statics, kinds_of(definition.values())
         name = prepare(definition, backend, statics, kinds).name

@@ -115,7 +115,7 @@ class BlockCall(Call):
                 scan = scan._replace(arguments=scan.arguments._replace(params=params))
                 found_inputs = scan.run(grads, second, inputs).inputs
             written = inputs or found_inputs
-        states = microbatches.joined([g.states or () for g in found]) if arguments.states else []
+        states = arguments.states and microbatches.of_states(arguments, found)
         return Arguments(written, states, own and microbatches.added(own), prologue)
 
     def _totals(

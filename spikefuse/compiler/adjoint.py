@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,15 @@ class Reverse:
 
     The graph reads the step's variables and the gradients of its outputs (`gy0...`) and of its new
     states (`gv0_<state>...`). It computes the gradients of `inputs`, all states and `params`.
+
+    Attributes:
+        paths: for each result of the step, the variables that autograd follows it back to.
     """
 
     inputs: tuple[str, ...]
     params: tuple[str, ...]
     graph: Graph
+    paths: tuple[frozenset[str], ...] = ()
 
     def absent(self, step: Step, missing: Sequence[bool]) -> tuple[str, ...]:
         """Return the variables of gradients that are absent at all steps.
@@ -78,29 +83,34 @@ def has_gradient(definition: Neuron, name: str) -> bool:
     return True
 
 
-def _transient(leaves: Sequence[Tensor], results: Sequence[Tensor], step: Step) -> list[int]:
+def _paths(
+    function: Callable[..., tuple[Tensor, ...]], names: Sequence[str], wanted: Sequence[int]
+) -> tuple[frozenset[str], ...]:
+    """Return for each result of a step the `wanted` variables that autograd follows it back to."""
+    found: list[list[bool]] = []
+    for i in wanted:
+        leaves = [torch.full((), 0.5, dtype=torch.float32, device="cpu") for _ in names]
+        leaves[i].requires_grad_()
+        found.append([result.requires_grad for result in function(*leaves)])
+    columns = zip(*found, strict=True)
+    return tuple(frozenset(names[i] for i in compress(wanted, column)) for column in columns)
+
+
+def _transient(paths: Sequence[frozenset[str]], step: Step) -> list[int]:
     """Return the indices of new states whose gradient is that of a final state, or none.
 
     No later step passes a gradient to them: neither an output depends on them, nor a state that
     receives gradients itself. In an eager loop, autograd does not follow such states.
     """
-    states = leaves[len(step.inputs) : len(step.inputs) + len(step.states)]
-    if not states:
-        return []
-    reads = {
-        i: [g is not None for g in gradients(result, states, True)]
-        for i, result in enumerate(results)
-        if result.requires_grad
-    }
+    first = len(step.inputs)
+    states = [*enumerate(step.graph.inputs[first : first + len(step.states)], step.num_outputs)]
     found: list[int] = []
     while True:
-        transient, found = found, []
-        for i, state in enumerate(range(step.num_outputs, len(results))):
-            read = any(row[i] for result, row in reads.items() if result not in transient)
-            if state in reads and not read:
-                found.append(state)
-        if found == transient:
+        read = frozenset().union(*(path for i, path in enumerate(paths) if i not in found))
+        transient = [i for i, name in states if paths[i] and name not in read]
+        if transient == found:
             return found
+        found = transient
 
 
 def reverse_step(definition: Neuron, step: Step, learned: Collection[str] | None = None) -> Reverse:
@@ -117,17 +127,14 @@ def reverse_step(definition: Neuron, step: Step, learned: Collection[str] | None
     params = tuple(name for name in candidates if has_gradient(definition, name))
     split, num = len(step.inputs) + len(step.states), len(step.graph.inputs)
     wanted = [*range(split), *(split + step.params.index(name) for name in params)]
-
-    def run(args: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Return the variables as leaves, and the results of the step."""
-        values = list(args)
-        for i in wanted:
-            values[i] = values[i].detach().requires_grad_()
-        return [values[i] for i in wanted], function(*values)
+    paths = _paths(function, step.graph.inputs, wanted)
+    transient = _transient(paths, step)
 
     def vjp(*args: Tensor) -> tuple[Tensor, ...]:
-        transient = _transient(*run(args[:num]), step)
-        leaves, results = run(args[:num])
+        values = list(args[:num])
+        for i in wanted:
+            values[i] = values[i].detach().requires_grad_()
+        leaves, results = [values[i] for i in wanted], function(*values)
         pairs = [*zip(results, args[num:], strict=True)]
         lasting = [y * g for i, (y, g) in enumerate(pairs) if i not in transient]
         products = [product for product in lasting if product.requires_grad]
@@ -144,4 +151,5 @@ def reverse_step(definition: Neuron, step: Step, learned: Collection[str] | None
         return tuple(totals)
 
     variables = *step.graph.inputs, *step.gradients
-    return Reverse(step.inputs, params, capture(vjp, variables, step.name, gradients=True))
+    graph = capture(vjp, variables, step.name, gradients=True)
+    return Reverse(step.inputs, params, graph, paths)

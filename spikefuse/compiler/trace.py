@@ -9,7 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from spikefuse._torch import TorchDispatchMode
-from spikefuse.compiler import ops
+from spikefuse.compiler import ops, rewrites
 from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.ops import Operand, UnsupportedOperation
 from spikefuse.compiler.simplify import simplify
@@ -87,7 +87,8 @@ def trace_step(definition: Neuron) -> Step:
             "does not: keep what changes in a State(), in an attribute that is assigned between "
             "calls, or in an input"
         )
-    initial = tuple(s.initial for s in states.values())
+    # Initial values of attributes are passed as states.
+    initial = tuple(s.initial if isinstance(s.initial, float) else 0.0 for s in states.values())
     num_outputs = len(graph.outputs) - len(states)
     return Step(cls.__name__, inputs, tuple(states), initial, params, num_outputs, graph)
 
@@ -96,10 +97,11 @@ def step_function(definition: Neuron, params: Sequence[str]) -> Callable[..., tu
     """Return `step` as a function of inputs, states and parameters: outputs and new states."""
     split = len(type(definition).input_names)
     end = split + len(type(definition).states)
+    unknown = tuple(definition.description().unknown.items())
 
     def function(*args: Tensor) -> tuple[Tensor, ...]:
         run_time = dict(zip(params, args[end:], strict=True))
-        bound = bind(definition, run_time, as_class=_without_hooks)
+        bound = bind(definition, run_time, as_class=partial(_traced_class, unknown))
         before = dict(_memory(bound))
         outputs, new = call_step(bound, args[:split], args[split:end])
         for name, values in _memory(bound):
@@ -116,14 +118,25 @@ def step_function(definition: Neuron, params: Sequence[str]) -> Callable[..., tu
 
 
 @cache
-def _without_hooks(cls: type[nn.Module]) -> Any:
-    """A class of the same modules, called without hooks, which no kernel can run."""
+def _traced_class(unknown: tuple[tuple[str, str], ...], cls: type[nn.Module], prefix: str) -> Any:
+    """A class like `cls` whose instances refuse reads of `unknown` attributes, and which is called
+    without hooks, which no kernel can run, if it is that of a submodule."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
+    members: dict[str, Any] = {"__call__": call} if prefix else {}
+    for name, why in unknown:
+        owner, _, attribute = name.rpartition(".")
+        if owner == prefix.rstrip("."):
+            refuse = partial(_refuse_unknown, why)
+            members[attribute] = property(refuse, refuse)
     kind: Any = type(cls)
-    return kind(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+    return kind(cls.__name__, (cls,), {**members, "__module__": cls.__module__}) if members else cls
+
+
+def _refuse_unknown(why: str, *_: Any) -> Any:
+    raise UnsupportedOperation(f"step reads an attribute at {_user_line()}: {why}")
 
 
 def _memory(bound: Neuron) -> Iterator[tuple[str, list[Any]]]:
@@ -170,9 +183,12 @@ def capture(
     except (UnsupportedOperation, WrongResult, UnknownOutput):
         raise
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        reason = str(error).split("\n")[0].split(". ")[0]
         raise UnsupportedOperation(
-            f"{step} can't be compiled: inside step a tensor is one neuron's value and has no "
-            f'dimensions; impl="reference" runs the eager loop. The error is: {error}'
+            f"{step} can't be compiled: {reason}, at {_user_line(error)}. A tensor is the value of "
+            "one neuron there and has no dimensions: keep several values in an nn.ParameterList or "
+            "in attributes, and put operations that mix neurons, such as nn.Linear, into a layer "
+            'before the neuron; impl="reference" runs the eager loop'
         ) from error
     graph = recorder.graph
     graph.outputs = tuple(graph.convert("f", recorder.operand(result)) for result in results)
@@ -195,11 +211,14 @@ _READS = {
 # What differs between a neuron's value in a kernel and a time step in the eager loop.
 _DESCRIPTIONS = {
     *(Tensor.dim, Tensor.ndimension, Tensor.size, Tensor.stride, Tensor.storage_offset),
+    Tensor.retain_grad,
     *(
         getattr(Tensor, name).__get__
         for name in ("ndim", "shape", "requires_grad", "is_leaf", "grad_fn", "nbytes")
     ),
 }
+# Functions of PyTorch in Python that neither PyTorch nor we call here.
+_AUTOGRAD = {Tensor.register_hook, Tensor.backward}
 _TORCH = os.path.dirname(torch.__file__)
 _HERE = os.path.dirname(__file__)
 _OWN = _TORCH, _HERE, os.path.join(os.path.dirname(_HERE), "neurons")
@@ -237,6 +256,8 @@ class _ForbidReads(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func in _READS:
             raise _value_read(self.step)
+        if func in _AUTOGRAD:
+            raise _description_read(self.step, func.__name__)
         # PyTorch and we read them where they make no difference.
         if func in _DESCRIPTIONS and not sys._getframe(1).f_code.co_filename.startswith(_OWN):
             name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
@@ -278,6 +299,10 @@ class _Operations:
         """Return whether a tensor depends on the inputs, and so is not a constant."""
         return isinstance(self.seen.get(value.data_ptr(), (None, None))[1], str)
 
+    def _is_supported(self, packet: Any) -> bool:
+        allowed = self.gradients or packet not in rewrites.IN_GRADIENTS
+        return allowed and rewrites.is_supported(packet)
+
     def _float32(self, value: Any) -> Any:
         """Convert a scalar float64 constant to float32, as type promotion does in eager mode."""
         is_double = isinstance(value, Tensor) and value.dtype == torch.float64 and not value.ndim
@@ -292,7 +317,7 @@ class _Operations:
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         packet = func.overloadpacket
-        drawn = "" if ops.is_supported(packet) else _random(func)
+        drawn = "" if self._is_supported(packet) else _random(func)
         if drawn:
             raise UnsupportedOperation(
                 f"{self.step} uses '{drawn}' at {_user_line()}: a kernel draws no random numbers, "
@@ -309,12 +334,12 @@ class _Operations:
             "kernels consist of pointwise operations that change nothing in place "
             '(docs/write-a-neuron.md lists them); impl="reference" runs the eager loop'
         )
-        if not in_place and ops.is_supported(packet):
+        if not in_place and self._is_supported(packet):
             args = [self._float32(a) for a in args]
             result = func(*args, **kwargs)
             if not any(isinstance(a, Tensor) and self._is_variable(a) for a in args):
                 result = self._float32(result)
-            problem = ops.refusal(packet, args, kwargs, result)
+            problem = rewrites.refusal(packet, args, kwargs, result)
         if problem:
             line = f"{self.step} uses '{packet.__name__}' at {_user_line()}"
             raise UnsupportedOperation(f"{line}: {problem}")
@@ -328,9 +353,9 @@ class _Operations:
         tensors = [o for a, o in zip(args, operands, strict=True) if isinstance(a, Tensor)]
         if tensors and not any(isinstance(o, str) for o in tensors):
             return result.item()  # all operands are constants
-        if packet in ops.REWRITES:
+        if packet in rewrites.REWRITES:
             named = {name: self.operand(a) for name, a in kwargs.items()}
-            return ops.REWRITES[packet](self.graph, *operands, **named)
+            return rewrites.REWRITES[packet](self.graph, *operands, **named)
         return self.graph.op(ops.BY_ATEN[packet], *operands)
 
 
@@ -340,19 +365,20 @@ class _OperationRecorder(_Operations, TorchDispatchMode):
     """Records the operations of this thread."""
 
 
-def _user_line() -> str:
-    """Return the innermost line of a neuron, a surrogate or the user."""
-    frames = _frames()
+def _user_line(error: BaseException | None = None) -> str:
+    """Return the innermost line of a neuron, a surrogate or the user, now or of an error."""
+    frames = _frames(error)
     if not frames:
         return "an unknown line"
     return f'{frames[-1].filename}, line {frames[-1].lineno}: "{frames[-1].line}"'
 
 
-def _frames() -> list[traceback.FrameSummary]:
+def _frames(error: BaseException | None = None) -> list[traceback.FrameSummary]:
     """Return the innermost frames outside the compiler, out to a neuron, surrogate or user."""
     others = _TORCH, os.path.join(os.path.dirname(_HERE), "nn")
+    stack = traceback.extract_tb(error.__traceback__) if error else traceback.extract_stack()
     frames = []
-    for frame in reversed(traceback.extract_stack()):
+    for frame in reversed(stack):
         if not frame.filename.startswith(_HERE):
             frames.append(frame)
             if not frame.filename.startswith(others):

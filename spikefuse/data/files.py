@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
+import stat
 import sys
+import tempfile
 import uuid
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -42,10 +44,13 @@ class DownloadSource:
 
 
 def user_cache() -> Path:
-    """Return this library's folder in the user's cache."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "spikefuse"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spikefuse"
+    """Return this library's folder in the user's cache; without a home, among temporary files."""
+    try:
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "spikefuse"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spikefuse"
+    except RuntimeError:  # neither HOME nor an entry in the list of users
+        return Path(tempfile.gettempdir(), f"cache-{os.getuid()}", "spikefuse")
 
 
 def default_directory() -> Path:
@@ -184,6 +189,20 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def check_regular(path: Path) -> None:
+    """Refuse what is not a regular file: reading a FIFO would wait for ever.
+
+    Raises:
+        DataError: the file is missing, or is a folder, FIFO, socket or device.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        raise DataError(f"cannot read {path}: it is not a regular file")
+
+
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
     """Open a file for reading, decompressed if its content is gzip, whatever its name.
@@ -193,6 +212,7 @@ def opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
     Raises:
         DataError: the file cannot be read, or its compression is damaged.
     """
+    check_regular(path)
     try:
         with path.open("rb") as file:
             if file.peek(2)[:2] == b"\x1f\x8b":

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spikefuse.data.files import (
     DataError,
+    check_regular,
     class_files,
     damaged,
     find_folder,
@@ -33,6 +34,8 @@ TINY_CLASSES = 200
 # Lists the classes of the validation images, which are in one folder; and its most bytes.
 ANNOTATIONS, ANNOTATION_BYTES = "val_annotations.txt", 1 << 24
 ENDINGS = {".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm"}
+# Formats of Pillow that are read, whatever the name of a file: others start programs (EPS).
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
 # Shorter side before the crop, relative to the crop.
 MARGIN = 256 / 224
 MAX_ASPECT = 100
@@ -196,7 +199,7 @@ def read_image(path: Path, size: int, channels: int = 3, margin: float = MARGIN)
     """Read an image, scale its shorter side to `size * margin`, and crop the centre.
 
     Args:
-        path: a file in a format of Pillow, with 8 or 16 bits per channel.
+        path: a JPEG, PNG, BMP, WebP, PPM, GIF or TIFF file, with 8 or 16 bits per channel.
         size: rows and columns of the result.
         channels: 3 for RGB, 1 for grey.
         margin: shorter side before the crop, relative to the crop.
@@ -209,7 +212,8 @@ def read_image(path: Path, size: int, channels: int = 3, margin: float = MARGIN)
     """
     pillow = _pillow()
     try:
-        with pillow.open(path) as image:
+        check_regular(path)
+        with pillow.open(path, formats=FORMATS) as image:
             if max(image.size) > MAX_ASPECT * min(image.size):  # would take gigabytes when scaled
                 raise ValueError(f"its size is {image.size}")
             scale = size * margin / min(image.size)
@@ -221,8 +225,8 @@ def read_image(path: Path, size: int, channels: int = 3, margin: float = MARGIN)
             elif image.mode in ("I", "F"):
                 raise ValueError("its pixels have 32 bits, expected 8 or 16")
             image = image.convert(mode).resize((width, height), pillow.Resampling.BILINEAR)
-    except FileNotFoundError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except DataError:
+        raise
     except Exception as error:  # Pillow's decoders may raise anything
         raise DataError(
             f"{path} is damaged (not an image: {error}): replace or remove it"

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spikefuse.data.files import DataError
-from spikefuse.data.images import Images, Index
+from spikefuse.data.images import Images, Index, check_lengths
 from spikefuse.data.recordings import Recording
 from spikefuse.data.sound import Sound
 
 BITS = (1, 2, 4, 8)
 SLICINGS = ("number", "time", "duration")
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Return a whole number, also one given as a float.
+
+    Raises:
+        DataError: it is none.
+    """
+    is_number = isinstance(value, (int, float, np.integer, np.floating))
+    if not is_number or isinstance(value, bool) or value % 1 != 0:  # inf and NaN included
+        raise DataError(f"{name} is {value!r}: expected a whole number")
+    return int(value)
 
 
 @dataclass(frozen=True)
@@ -32,8 +45,8 @@ class Slicing:
             Image and Very High Frame Rate Video Generation using Conditional Generative
             Adversarial Networks", CVPR 2019), as in SpikingJelly.
             "time": T equal slices of the time from the first to the last event.
-            "duration": slices of `dt` from the start of the recording; events after the last
-            slice are dropped, missing slices are empty.
+            "duration": slices of `dt` from t = 0, the start of the recording; events after the
+            last slice are dropped, missing slices are empty.
         num_steps: T.
         dt: microseconds per slice, for "duration" only.
         bits: bits per count, 1, 2, 4 or 8; counts saturate at `2**bits - 1`.
@@ -50,6 +63,8 @@ class Slicing:
     def __post_init__(self) -> None:
         if self.by not in SLICINGS:
             raise DataError(f"by is {self.by!r}: expected one of {', '.join(SLICINGS)}")
+        for name in ("num_steps", "bits", *([] if self.dt is None else ["dt"])):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         if self.num_steps < 1:
             raise DataError(f"num_steps is {self.num_steps}: expected at least 1")
         if self.bits not in BITS:
@@ -73,7 +88,7 @@ def to_frames(events: Recording | Sound, slicing: Slicing) -> np.ndarray:
         uint8 `[T, P, H, W]`, or `[T, W]` for audio; counts saturate at `2**bits - 1`.
 
     Raises:
-        DataError: a sound is cut by events.
+        DataError: a sound is cut by events, or all events lie after the slices of "duration".
     """
     if isinstance(events, Sound):
         if slicing.dt is None:
@@ -105,6 +120,11 @@ def _steps(events: Recording, slicing: Slicing) -> np.ndarray:
     if slicing.by == "time":
         return (t - t[0]) * num // (t[-1] - t[0] + 1)
     assert slicing.dt is not None
+    if t[0] >= num * slicing.dt:
+        raise DataError(
+            f"the first event has t = {t[0]}, after all {num} slices of {slicing.dt} microseconds: "
+            "count t from the start of the recording, for example t - t[0]"
+        )
     return t // slicing.dt
 
 
@@ -153,7 +173,7 @@ class Frames:
         bits: bits per count: 1, 2, 4 or 8. Of 8 bits, `packed` is `counts.flatten(2)`.
 
     Raises:
-        ValueError: `packed` does not hold frames of this shape.
+        ValueError: `packed` does not hold frames of this shape, or not as many as labels.
     """
 
     packed: Tensor
@@ -170,6 +190,8 @@ class Frames:
                 f"[B, T, {size}], since a frame of shape {tuple(self.shape)} has {size} bytes at "
                 f"{self.bits} bits per count (pack frames with spikefuse.data.frames.pack)"
             )
+
+        check_lengths("packed", packed, self.labels)
 
     def __len__(self) -> int:
         return len(self.labels)

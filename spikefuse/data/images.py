@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from spikefuse.data.files import DataError
+
 # Rows of a dataset: a slice, int64 positions or a bool mask.
 Index = Tensor | slice
 
@@ -42,6 +44,15 @@ class Examples(Protocol):
         """Return all examples on `device`, including those that are read lazily."""
 
 
+def check_lengths(name: str, values: Tensor, labels: Tensor) -> None:
+    """Raise DataError unless there is a label for each example."""
+    if labels.ndim != 1 or len(values) != len(labels):
+        raise DataError(
+            f"labels are {list(labels.shape)} for {len(values)} examples ({name} "
+            f"{list(values.shape)}): expected one label for each"
+        )
+
+
 @dataclass(frozen=True)
 class Images:
     """Labelled images as bytes.
@@ -49,10 +60,16 @@ class Images:
     Args:
         pixels: uint8 `[N, C, H, W]`, 0 to 255.
         labels: int64 `[N]`.
+
+    Raises:
+        DataError: they differ in number.
     """
 
     pixels: Tensor
     labels: Tensor
+
+    def __post_init__(self) -> None:
+        check_lengths("pixels", self.pixels, self.labels)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -110,6 +127,8 @@ class Subset:
 def split(images: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
     """Split into (rest, part), stratified by class; both preserve the order of `images`.
 
+    If the fraction of every class rounds to no example, the part is drawn from all classes.
+
     The result depends only on the labels and `seed`. Datasets other than `Images` are not read, but
     split into `Subset`s.
 
@@ -126,6 +145,9 @@ def split(images: Examples, fraction: float, seed: int) -> tuple[Examples, Examp
         members = (images.labels == label).nonzero().squeeze(1)
         order = torch.randperm(len(members), generator=generator)
         chosen[members[order[: round(fraction * len(members))]]] = True
+    if not chosen.any():
+        order = torch.randperm(len(images), generator=generator)
+        chosen[order[: round(fraction * len(images))]] = True
     if isinstance(images, Images):
         return images[~chosen], images[chosen]
     rest, part = (mask.nonzero().squeeze(1) for mask in (~chosen, chosen))

@@ -25,7 +25,7 @@ Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Recording:
-    """The events of one recording, in temporal order.
+    """The events of one recording, in temporal order, as arrays or lists.
 
     Args:
         x: column, or unit of an audio recording, `[E]`.
@@ -46,6 +46,13 @@ class Recording:
     size: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        for name in "xypt":
+            try:
+                values = np.asarray(getattr(self, name))
+            except ValueError as error:  # nested lists of different lengths
+                raise DataError(f"{name} is not a list of whole numbers: {error}") from error
+            empty = np.zeros(0, np.int64)  # an empty list is an array of floats
+            object.__setattr__(self, name, empty if values.shape == (0,) else values)
         columns = self.x, self.y, self.p, self.t
         if any(v.shape != (self.t.size,) or v.dtype.kind not in "iub" for v in columns):
             found = ", ".join(f"{v.dtype} {list(v.shape)}" for v in columns)

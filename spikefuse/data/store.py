@@ -39,8 +39,8 @@ def cache_directory() -> Path:
 def load_frames(name: str, recordings: RecordingSet, slicing: Slicing) -> Frames:
     """Load the frames of `recordings` from the cache, computing them first if necessary.
 
-    The file name contains a hash of the name, the slicing, the recordings' files with sizes and
-    dates, and a version: a change in any of them leads to new frames.
+    The file name contains a hash of the name, the slicing, the recordings' files with their
+    folders, sizes and dates, and a version: a change in any of them leads to new frames.
 
     Args:
         name: name of the dataset with its split, such as "nmnist-train".
@@ -79,7 +79,9 @@ def _digest(name: str, recordings: RecordingSet, slicing: Slicing) -> str:
     digest = hashlib.sha256(key.encode())
     for file in recordings.files:
         status = file.stat()
-        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+        # Whoever replaces a file may restore the date of its content (cp -p, tar), but not ctime.
+        dates = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\n"
+        digest.update(os.fsencode(file.absolute()) + dates.encode())
     return digest.hexdigest()[:16]
 
 

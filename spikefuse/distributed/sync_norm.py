@@ -15,7 +15,7 @@ from spikefuse.distributed.links import AxisCollectives
 from spikefuse.kernels.norm import BatchNorm, by_batch
 from spikefuse.kernels.running import Running, update_running_stats
 from spikefuse.nn.call import active
-from spikefuse.scan.op import call_untraced, is_plain
+from spikefuse.scan.checks import call_untraced, is_plain
 from spikefuse.scan.state_passing import Collectives
 
 # torch.batch_norm_stats returns 1 / sqrt(variance + eps).
@@ -85,7 +85,7 @@ class SyncNorm(AxisNorm, nn.SyncBatchNorm):
         torch.compiler.allow_in_graph(batch_norm.synchronized_batch_norm)
 
     def _in_graph(self, x: Tensor, *given: Any) -> Tensor:
-        return batch_norm.synchronized_batch_norm(x, *given, id(self))
+        return batch_norm.synchronized_batch_norm(x, *given, norm=id(self))
 
     def _collectives(self) -> Collectives | None:
         return collectives.group_of(self)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from spikefuse.events.format import Events
 from spikefuse.neurons.definition import Neuron
+from spikefuse.scan.checks import refuse_transforms
 from spikefuse.scan.double_backward import refuse_double_backward
-from spikefuse.scan.op import refuse_transforms
 
 if TYPE_CHECKING:
     from spikefuse.events.layer_numba import FusedLayer

@@ -20,7 +20,7 @@ from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.neuron import backend_of, refuse_class, scan_neuron
 from spikefuse.nn.symbolic import leaf
-from spikefuse.scan.op import call_untraced, check_backend, refuse_export, refuse_transforms
+from spikefuse.scan.checks import call_untraced, check_backend, refuse_export, refuse_transforms
 from spikefuse.scan.records import Arguments, Wanted
 
 IMPLEMENTATIONS = ("auto", "numba", "triton", "dense")

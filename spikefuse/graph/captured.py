@@ -8,7 +8,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from spikefuse._torch import has_global_hooks, hooks_of, whole_graphs
 from spikefuse.graph.backend import Graph, compile_graph
@@ -16,8 +16,7 @@ from spikefuse.graph.report import GraphReport
 from spikefuse.memory.policies import Checkpoint
 from spikefuse.nn.call import active, current_policy
 from spikefuse.nn.checkpoint import checkpoint
-from spikefuse.nn.nesting import named_values
-from spikefuse.scan.op import are_transformed
+from spikefuse.scan.checks import are_transformed
 
 MODES = ("auto", "eager", "inductor", "recorded")
 
@@ -58,8 +57,8 @@ class Captured:
             return active.observer.network(function, net, args, kwargs)
         if self._has_failed:
             return _run(function, net, args, kwargs)
-        leaves = [x for _, x in named_values((args, kwargs)) if isinstance(x, Tensor)]
-        if are_transformed([*leaves, *islice(net.parameters(), 1)]):
+        inputs = filter(torch.is_tensor, (*args, *kwargs.values()))
+        if are_transformed([*inputs, *islice(net.parameters(), 1)]):
             return function(net, args, kwargs)  # whose kernels raise an error
         hooks, has_backward_hooks = hooks_of(net.modules())  # on which TorchDynamo does not guard
         if has_backward_hooks or has_global_hooks():  # which it does not trace

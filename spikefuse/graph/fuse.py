@@ -81,7 +81,7 @@ def fuse(model: M, mode: str = "auto") -> M:
         copies.of(module).captured = all_captured[-1]
     if not names:
         all_captured.append(Captured(mode))
-        vars(result)["forward"] = partial(_call, all_captured[0], result)
+        vars(result)["forward"] = partial(run_fused, all_captured[0], result)
     vars(result)["fusion"] = Fusion(tuple(c.report for c in all_captured))
     return result
 
@@ -121,6 +121,10 @@ class ModuleCopies:
             old = value.func, value.args, value.keywords
             function, args, options = new = [*map(self.of, old)]
             return value if _are_same(old, new) else partial(function, *args, **options)
+        if type(value).__module__ == nn.Module.__module__ and hasattr(value, "with_module"):
+            bound = copy.copy(value)  # a hook of state dicts, bound to its module
+            bound.__setstate__(self.of(bound.__getstate__()))
+            return bound
         if isinstance(value, FunctionType) and value.__closure__:
             return self._copy_function(value, value.__closure__)
         return self._copy_container(value)
@@ -175,7 +179,7 @@ def _are_same(old: Sequence[Any], new: Sequence[Any]) -> bool:
     return all(map(operator.is_, old, new))
 
 
-def _call(captured: Captured, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def run_fused(captured: Captured, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the `forward` of a fused module that is not a `Temporal`."""
     return run_captured(captured, _forward, module, args, kwargs)
 

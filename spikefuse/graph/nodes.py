@@ -97,12 +97,13 @@ def mark_synchronized(graph: fx.Graph) -> bool:
     there are any."""
     nodes = graph.find_nodes(op="call_function", target=synchronized_batch_norm)
     for node in nodes:
-        node.target = F.batch_norm
-        *node.args, node.meta["synchronized"] = node.args
+        node.target, arguments = F.batch_norm, dict(node.kwargs)
+        node.meta["synchronized"] = arguments.pop("norm")
+        node.kwargs = arguments
     return bool(nodes)
 
 
-def synchronized(norm: fx.Node) -> dict[str, int]:
+def synchronized(norm: fx.Node) -> dict[str, Any]:
     """The further argument of operations on a norm whose statistics other processes share."""
     known = norm.meta.get("synchronized")
     return {} if known is None else {"synchronized": known}

@@ -64,6 +64,8 @@ class GraphReport:
     def leave(self, norm: fx.Node, reason: str) -> None:
         """Record why a norm was not fused; the first reason counts."""
         name = self.name_of(norm)
+        if name == self.prefix:  # TorchDynamo has captured the norm alone
+            return
         if all(place.norm != name for place in self.places):
             self.places.append(Place(name, reason=reason))
 

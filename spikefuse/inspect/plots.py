@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -80,20 +80,34 @@ def traces(
     return axes
 
 
-def rates(rates: Mapping[str, float], axes: Axes | None = None) -> Axes:
-    """Plot a bar per layer: the `rates` of a `Record` or a `Report`.
+class HasRates(Protocol):
+    """A `Record` or a `Report`."""
+
+    @property
+    def rates(self) -> dict[str, float]: ...
+
+
+def rates(rates: Mapping[str, float] | HasRates, axes: Axes | None = None) -> Axes:
+    """Plot a bar per layer: the share of its neurons that fire in a step.
 
     Args:
-        rates: share of the neurons that fire in a step, by layer.
+        rates: a `Record` or a `Report`, or its `rates`: a share by layer.
         axes: as in `raster`.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
+        TypeError: `rates` is neither.
     """
+    values: Any = getattr(rates, "rates", rates)
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            f"rates is a {type(rates).__name__}: expected what sf.record or sf.report returns, or "
+            "a rate for each layer"
+        )
     axes = _axes_or_new(axes)
-    axes.barh(range(len(rates)), [100 * rate for rate in rates.values()])
-    names = [label(name) for name in rates]
-    axes.set(yticks=range(len(rates)), yticklabels=names, xlabel="neurons firing in a step (%)")
+    axes.barh(range(len(values)), [100 * rate for rate in values.values()])
+    names = [label(name) for name in values]
+    axes.set(yticks=range(len(values)), yticklabels=names, xlabel="neurons firing in a step (%)")
     axes.margins(y=0.01)
     axes.invert_yaxis()
     return axes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from spikefuse.kernels.channels import ChannelLayout, channel_layout
@@ -47,6 +48,10 @@ def statistics(
         Float32 `[4, C]`: mean, `weight / sqrt(variance + eps)`, `1 / sqrt(variance + eps)` and the
         biased variance. Deterministic.
     """
+    if not x.numel():  # as in PyTorch, running mean and variance do not change
+        if running.batches is not None:
+            running.batches.add_(1)
+        return x.new_zeros((4, x.shape[2]), dtype=torch.float32)
     repeats = 1
     if x.stride(0) == 0:
         repeats, x = x.shape[0], x[:1]
@@ -98,4 +103,6 @@ def gradient_sums(
     Returns:
         Float32 `[4, C]`: offset, slope, gradient of the weight, gradient of the shift.
     """
+    if not number:  # of values
+        return torch.zeros_like(statistics)
     return _kernels(backend).gradient_sums(scale_sums, shift_sums, statistics, layout, number)

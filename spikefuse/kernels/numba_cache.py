@@ -3,39 +3,56 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import numba
-from numba.core.caching import CompileResultCacheImpl, FunctionCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, InTreeCacheLocator
 from numba.core.serialize import dumps
 
-from spikefuse.kernels.cache_folder import FIX, private_directory
+from spikefuse.kernels.cache_folder import FIX, check_ancestors, private_directory
 
 
 def cache_of(function: Callable[..., Any]) -> KernelCache:
-    """Return the cache of a kernel: beside its source, else in this library's own cache.
+    """Return the cache of a kernel, in this library's folder.
 
     Raises:
-        OSError: neither can be written.
+        OSError: it can't be written, or others could write it.
     """
     try:
         return KernelCache(function)
-    except RuntimeError:  # Numba can write neither beside the source nor in the user's cache
-        # Numba reads this setting only while it makes a cache.
-        config: Any = numba.config
-        before, config.CACHE_DIR = config.CACHE_DIR, str(private_directory())
-        try:
-            return KernelCache(function)
-        finally:
-            config.CACHE_DIR = before
+    except RuntimeError as error:
+        raise OSError(f"can't write to {private_directory()}; {FIX} that can be written") from error
+
+
+@functools.cache
+def _inlined() -> bytes:
+    """Return a hash of the files with functions that kernels may inline."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+class _Private(InTreeCacheLocator):
+    """Machine code lies in our folder only, and is of this version of the inlined functions."""
+
+    def __init__(self, function: Any, file: str) -> None:
+        super().__init__(function, file)
+        self._cache_path = str(private_directory() / self.get_suitable_cache_subpath(file))
+
+    def get_source_stamp(self) -> Any:
+        return super().get_source_stamp(), _inlined()
 
 
 class _Checked(CompileResultCacheImpl):
     """Machine code with its checksum."""
+
+    _locator_classes: list[type[object]] = [_Private]  # noqa: RUF012
 
     def reduce(self, result: Any) -> Any:
         data = dumps(super().reduce(result))
@@ -54,6 +71,7 @@ class KernelCache(FunctionCache):
     _impl_class = _Checked
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        check_ancestors(Path(self.cache_path))
         try:
             result = super().load_overload(sig, target_context)
             if result is None or tuple(result.signature.args) == tuple(sig):

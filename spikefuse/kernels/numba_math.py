@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numba
@@ -11,7 +12,9 @@ from numba.extending import intrinsic
 
 f32 = np.float32
 # NumPy functions compute in float32, those of math in double precision.
-floor, log, sqrt = np.floor, np.log, np.sqrt
+floor, log, log2, sqrt = np.floor, np.log, np.log2, np.sqrt
+round_even, fmod, sin, cos = np.rint, np.fmod, np.sin, np.cos
+erf = math.erf
 
 _inline = numba.njit(inline="always", error_model="numpy")
 

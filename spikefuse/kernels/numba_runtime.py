@@ -7,9 +7,9 @@ Half precision is converted on access; bfloat16 is stored in uint16 arrays, floa
 Names that Numba does not document are used here, in `numba_cache` and in `numba_host` only. What
 is public takes their place:
 
-- `FunctionCache` and `CompileResultCacheImpl` of `numba.core.caching`, `serialize.dumps`, and
-  `_cache` of a dispatcher: a cache on disk that notices damage. In public: `enable_caching()`,
-  whose damaged files raise an error in each call.
+- `FunctionCache`, `CompileResultCacheImpl` and `InTreeCacheLocator` of `numba.core.caching`,
+  `serialize.dumps`, and `_cache` of a dispatcher: a cache on disk that notices damage and edits of
+  inlined functions. In public: `enable_caching()`, whose damaged files raise an error in each call.
 - `compile` of a dispatcher, which is replaced: one process compiles at a time, and not on the
   thread of the caller, whose tensors Numba would hold. In public: kernels are compiled where they
   are called.
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
 
@@ -36,24 +35,45 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from spikefuse.kernels.cache_folder import private_directory
 from spikefuse.kernels.file_lock import locked
-from spikefuse.kernels.numba_math import exp, floor, fma, log, sigmoid, sqrt
+from spikefuse.kernels.numba_math import (
+    cos,
+    erf,
+    exp,
+    floor,
+    fma,
+    fmod,
+    log,
+    log2,
+    round_even,
+    sigmoid,
+    sin,
+    sqrt,
+)
+from spikefuse.kernels.threads import hold_at_fork, on_thread
 
 __all__ = [
     "add_by_channel",
     "channel_rows",
+    "cos",
+    "erf",
     "exp",
     "f32",
     "fence",
     "fill_row",
     "floor",
     "fma",
+    "fmod",
     "global_compiler_lock",
     "kernel",
     "load",
     "load_row",
     "log",
+    "log2",
+    "round_even",
     "sigmoid",
+    "sin",
     "sqrt",
     "store",
     "store_row",
@@ -67,6 +87,8 @@ try:
 except ImportError:  # in a version of Numba that has them elsewhere
     global_compiler_lock, cache_of = threading.RLock(), None  # type: ignore[assignment]
 
+hold_at_fork(global_compiler_lock)
+
 f32 = np.float32
 
 
@@ -79,10 +101,16 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     if function is None:
         return partial(kernel, **options)
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy", **options)(function)
-    if cache_of is None:
-        dispatcher.enable_caching()
-    else:
+    if cache_of is not None:
         dispatcher._cache = cache_of(function)  # as enable_caching() does
+    else:
+        # Numba reads this setting only while it makes a cache.
+        config: Any = numba.config
+        before, config.CACHE_DIR = config.CACHE_DIR, str(private_directory())
+        try:
+            dispatcher.enable_caching()
+        finally:
+            config.CACHE_DIR = before
     compile_, path = dispatcher.compile, function.__code__.co_filename
 
     def compile_once(signature: Any) -> Any:
@@ -110,8 +138,7 @@ def _on_compiler_thread(compile_: Callable[[Any], Any], signature: Any) -> Any:
         _compiler.is_here = True
         return compile_(signature)
 
-    with ThreadPoolExecutor(1, "spikefuse-compiler") as pool:
-        return pool.submit(run).result()
+    return on_thread(run)
 
 
 # Maximum number of arrays of a kernel; the compiler refuses to emit more.

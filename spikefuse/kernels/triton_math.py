@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from spikefuse.kernels.triton_runtime import interpreted
 
-__all__ = ["FAST", "multiply", "reciprocal", "sigmoid"]
+__all__ = ["FAST", "fmod", "multiply", "reciprocal", "round_even", "sigmoid"]
 
 # / and exp take several instructions. The interpreter has no inline assembly or bfloat16 products.
 FAST: tl.constexpr = tl.constexpr(torch.version.cuda is not None and not interpreted())
@@ -42,6 +43,25 @@ def sigmoid(x):
     else:
         e = tl.exp(-x)
     return reciprocal(1.0 + e)
+
+
+@triton.jit
+def round_even(x):
+    """Round to the nearest integer, of two equally near ones to the even one."""
+    size = tl.abs(x)
+    # Values of 2^23 and more are integers, which the sum rounds to.
+    whole = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)
+    return tl.where(x < 0.0, -whole, whole)
+
+
+@triton.jit
+def fmod(x, y):
+    """Return the remainder of `x / y`, with the sign of x; exact."""
+    if FAST:
+        rest = libdevice.fmod(x, y)
+    else:
+        rest = x % y
+    return rest
 
 
 @triton.jit

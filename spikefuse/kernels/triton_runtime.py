@@ -27,12 +27,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from spikefuse.kernels.cache_folder import check_foreign
+from spikefuse.kernels.threads import enough_stack
 
 # With 80 registers per thread, 12 blocks of a backward kernel share a multiprocessor. In half
 # precision, a kernel that needs up to 104 is faster when it is limited to 80.
@@ -92,7 +96,7 @@ class TritonLaunch:
             self.is_ahead, arguments = True, [*sequences, *states, *sums, *params]
             kinds = [x.dtype if isinstance(x, Tensor) else x for x in arguments]
             # When Python exits, threads take no more work.
-            with suppress(RuntimeError):
+            with suppress(RuntimeError), enough_stack():
                 _compilers().submit(self._compile, kinds)
 
     def _compile(self, kinds: Sequence[Any]) -> None:
@@ -240,14 +244,17 @@ def prepare() -> None:
     Triton loads its driver, and hashes its own files, 400 MB: the hash is part of the keys of its
     cache.
     """
-    with suppress(RuntimeError):
+    with suppress(RuntimeError), enough_stack():
         _compilers().submit(_prepare)
 
 
 def _prepare() -> None:
-    """Do what `prepare` began, or wait for it."""
+    """Run the warm-up, or wait for it to finish, after a check of Triton's folder of kernels."""
+    from triton import knobs
     from triton.compiler import code_generator
     from triton.runtime import cache
+
+    check_foreign(Path(knobs.cache.dir))
 
     # Versions that `_fast_launch` does not know may lack these internals.
     with _preparing, suppress(AttributeError):

@@ -29,11 +29,23 @@ class State:
     order of declaration.
 
     Args:
-        initial: value at rest, from which a sequence starts unless a state is passed in.
+        initial: value at rest, from which a sequence starts unless a state is passed in; or the
+            name of an attribute of the neuron that holds it, which may be learned::
+
+                v = State("rest")   # self.rest = nn.Parameter(torch.zeros(channels))
+
+    Raises:
+        TypeError: a tensor of several values, or one that is learned, is given here, which all
+            neurons of the class would share.
     """
 
-    def __init__(self, initial: float = 0.0) -> None:
-        self.initial = float(initial)
+    def __init__(self, initial: float | str = 0.0) -> None:
+        if isinstance(initial, Tensor) and (initial.requires_grad or initial.numel() != 1):
+            raise TypeError(
+                "the initial value of a State is one number: for several values, or learned ones, "
+                'assign the tensor to an attribute of the neuron and name it, as in State("rest")'
+            )
+        self.initial = initial if isinstance(initial, str) else float(initial)
 
 
 _N = TypeVar("_N", bound="Neuron")
@@ -46,14 +58,19 @@ class Neuron(Holder):
     Declare states on the class, parameters in `__init__`, and one time step in `step`. The model is
     then fused over all time steps, forward and backward, on GPU and CPU.
 
-    Attributes are of two kinds:
+    Attributes that `step` reads are of two kinds:
 
-    - `float`, 0-d tensor, 1-d tensor of one value per channel, `nn.Parameter`, `Learnable`:
-      run-time float32 values. A new value does not recompile. In `step` they are tensors, so they
-      cannot steer Python control flow.
+    - `float`, tensor, `nn.Parameter`, `Learnable`: run-time float32 values. A new value does not
+      recompile. In `step` they are tensors, so they cannot steer Python control flow. A tensor has
+      one value, or one per channel `[C]` (dim 2 of `[T, B, C, ...]`), or as many dims as a sample,
+      over which it broadcasts: `[C, H, W]` for each neuron, `[1, D]` for the last dim of tokens;
+      or as many as the input, as `[T, 1, 1]` for each step of `[T, B, F]`, which takes the memory
+      of one more input.
     - `bool`, `int`, `str`, `None`, tuples of these, and class attributes (`leak = 0.5`) that no
       instance attribute hides: constants. `step` may branch on them; a new value compiles a new
       kernel.
+
+    Attributes of other types are allowed where `step` does not read them.
 
     Call: `neuron(x, ..., state=None, return_state=False, impl="auto", outputs=None)`
 
@@ -113,6 +130,8 @@ class Neuron(Holder):
     _exposed: dict[str, Tensor] | None = None
     #: The declared states by name, those of base classes first.
     states: ClassVar[dict[str, State]] = {}
+    #: Whether attributes hold states at rest, which kernels take as initial states.
+    has_first_states: ClassVar[bool] = False
     #: Names of the inputs: the arguments of `step` before the states.
     input_names: ClassVar[tuple[str, ...]] = ()
 
@@ -123,6 +142,7 @@ class Neuron(Holder):
                 raise TypeError(f"{cls.__name__}.{name} is the class State: write State()")
         bases = reversed(cls.__mro__)
         cls.states = {n: s for base in bases for n, s in vars(base).items() if isinstance(s, State)}
+        cls.has_first_states = any(isinstance(s.initial, str) for s in cls.states.values())
         if cls.step is not Neuron.step:
             cls.input_names = _input_names(cls)
 
@@ -183,16 +203,18 @@ def _ignore(neuron: Neuron, *constants: Any) -> None:
 
 
 def _input_names(cls: type[Neuron]) -> tuple[str, ...]:
-    names = tuple(inspect.signature(cls.step).parameters)[1:]
-    states = tuple(cls.states)
+    parameters = list(inspect.signature(cls.step).parameters.values())[1:]
+    names, states = [p.name for p in parameters], list(cls.states)
+    if parameters and parameters[-1].kind is inspect.Parameter.VAR_POSITIONAL:
+        names = [n for n in names[:-1] if n not in states] + states  # *states
     inputs = names[: len(names) - len(states)]
     if names != inputs + states or not inputs:
         raise TypeError(
-            f"{cls.__name__}.step takes ({', '.join(names)}), but the states declared are "
-            f"({', '.join(states)}): write step(self, x, {', '.join(states)}), with at least "
-            "one input and the states last, in the order of their declaration"
+            f"{cls.__name__}.step takes ({', '.join(map(str, parameters))}), but the states "
+            f"declared are ({', '.join(states)}): write step(self, x, {', '.join(states)}), with "
+            "at least one input and the states last, in the order of their declaration"
         )
-    return inputs
+    return tuple(inputs)
 
 
 class WrongResult(TypeError):
@@ -281,20 +303,55 @@ def _like(value: Tensor, like: Tensor) -> Tensor:
     return value if value.ndim == like.ndim else value.expand(like.shape)
 
 
+class ValuePerStep(ValueError):
+    """A parameter has as many dims as the input, so that it has a value per time step."""
+
+
 def channel_view(name: str, value: Tensor, step_shape: torch.Size) -> Tensor:
     """Reshape a parameter to broadcast over one step `[B, C, ...]`.
 
     Raises:
-        ValueError: neither a scalar nor one value per channel.
+        TypeError: it is complex.
+        ValueError: neither a scalar, nor one value per channel, nor of the dims after the batch;
+            `ValuePerStep` with as many dims as the input.
     """
+    if value.is_complex():
+        raise TypeError(f"parameter '{name}' is a {value.dtype} tensor: expected real values")
     if value.ndim == 0:
         return value
-    fits = value.ndim == 1 and len(step_shape) > 1
-    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if not fits or (not is_traced and value.shape[0] != step_shape[1]):
-        channels = step_shape[1] if len(step_shape) > 1 else "none"
-        raise ValueError(
-            f"parameter '{name}' has shape {list(value.shape)}: expected a scalar, or one value "
-            f"per channel (dim 2 of [T, B, C, ...]; this input has C = {channels})"
+    inner, is_traced = step_shape[1:], torch.jit.is_tracing()  # type: ignore[attr-defined]
+    view = value.view(-1, *(1,) * (len(inner) - 1)) if value.ndim == 1 and inner else value
+    pairs = zip(view.shape, inner, strict=False)
+    fits = len(view.shape) == len(inner) and (is_traced or all(n in (1, m) for n, m in pairs))
+    if not fits or (value.ndim == 1 and not is_traced and value.shape[0] != inner[0]):
+        channels = inner[0] if inner else "none"
+        kind = ValuePerStep if value.ndim == len(step_shape) + 1 else ValueError
+        raise kind(
+            f"parameter '{name}' has shape {list(value.shape)}: expected a scalar, one value per "
+            f"channel (dim 2 of [T, B, C, ...]; this input has C = {channels}), or a shape that "
+            f"broadcasts over the dims after the batch, {list(inner)}, with as many dims"
         )
-    return value.view(-1, *(1,) * (len(step_shape) - 2))
+    return view
+
+
+def first_states(neuron: Neuron, values: dict[str, Any], like: Tensor) -> States:
+    """Return the states at rest, of the shape and dtype of `like`.
+
+    Args:
+        values: the run-time values of the neuron.
+    """
+    states = []
+    for state in neuron.states.values():
+        name = state.initial
+        value = values.get(name) if isinstance(name, str) else name
+        if value is None:
+            raise ValueError(
+                f"{type(neuron).__name__} has no attribute '{name}' with the value at rest that "
+                f"State({name!r}) names: assign a float, a tensor or a Learnable"
+            )
+        if isinstance(value, Tensor):
+            value = channel_view(str(name), value, like.shape).to(like.dtype).expand(like.shape)
+        else:
+            value = torch.full_like(like, value)
+        states.append(value)
+    return tuple(states)

@@ -7,11 +7,12 @@ else is a constant of the source.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Generic
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +33,7 @@ class Description:
         tensors: dotted names of the values that are not floats.
         floats: all values by dotted name, None for those that are not floats.
         constants: names of the constants.
+        unknown: why a step must not read an attribute whose changes cannot be detected, by name.
         statics: what the traced step depends on besides values: types and constants; hashable.
     """
 
@@ -43,22 +45,29 @@ class Description:
         self.cache: dict[Hashable, Any] = {}
         self.tensors: list[str] = []
         self.constants: list[str] = []
+        self.unknown: dict[str, str] = {}
         self.floats: dict[str, Any] = {}
         statics: list[Any] = []
         for prefix, part in modules:
             constants = list(class_constants(part))
             for name, value in _attributes(part):
-                if isinstance(value, float):
-                    self.floats[prefix + name] = value
-                elif isinstance(value, Tensor | Learnable):
+                if isinstance(value, Tensor | Learnable):
                     self.floats[prefix + name] = None
                     self.tensors.append(prefix + name)
+                elif isinstance(value, float):
+                    self.floats[prefix + name] = value
                 elif not isinstance(value, nn.Module):
                     constants.append((name, value))
-            self.constants += [prefix + name for name, _ in constants]
             statics.append((prefix, type(part), *_functions(part)))
-            statics += [(n, _constant(type(part).__name__, n, value)) for n, value in constants]
-            if not _is_observed(part, constants):
+            known = {}
+            for name, value in constants:
+                try:
+                    statics.append((name, _constant(type(part).__name__, name, value)))
+                    known[name] = value
+                except TypeError as error:
+                    self.unknown[prefix + name] = str(error)
+            self.constants += [prefix + name for name in known]
+            if not _is_observed(part, known.values()):
                 self.seen.clear()
         self.statics = tuple(statics)
         # Compared as text because -0.0 == 0.0.
@@ -83,7 +92,9 @@ def read(module: nn.Module, name: str) -> Any:
     value: Any = module
     for part in name.split("."):
         value = getattr(value, part)
-    return value() if isinstance(value, Learnable) else value
+    value = value() if isinstance(value, Learnable) else value
+    is_single = isinstance(value, Tensor) and value.shape == (1,)
+    return value.reshape(()) if is_single else value
 
 
 def owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -109,11 +120,14 @@ def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
 
 _CONTAINERS = tuple, list, set, frozenset, dict
 # Class attributes of these types are constants; functions and types on a class are its methods.
-_CLASS_CONSTANTS = (bool, int, float, str, type(None), Enum, torch.dtype, *_CONTAINERS)
+_CLASS_CONSTANTS = (
+    *(bool, int, float, str, type(None), Enum, torch.dtype, torch.device, np.generic),
+    *_CONTAINERS,
+)
 # Immutable instance attributes.
 _CONSTANTS = (
-    *(bool, int, float, str, type(None), type, Enum, torch.dtype),
-    *(FunctionType, BuiltinFunctionType),
+    *(bool, int, float, str, type(None), type, Enum, torch.dtype, torch.device),
+    *(np.generic, FunctionType, BuiltinFunctionType),
 )
 _METHODS = FunctionType, staticmethod, classmethod, property
 _BASES = {nn.Module, Holder, ABC, Generic, object}
@@ -125,7 +139,12 @@ def _classes(module: nn.Module) -> Iterator[type]:
 
 def class_constants(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the constants of a module's classes that no instance attribute hides."""
-    hidden = {"states", "input_names", *(name for name, _ in _attributes(module))}
+    hidden = {
+        "states",
+        "input_names",
+        "has_first_states",
+        *(name for name, _ in _attributes(module)),
+    }
     for cls in _classes(module):
         for name, value in vars(cls).items():
             if name not in hidden and not name.startswith("__"):
@@ -142,7 +161,7 @@ def _functions(module: nn.Module) -> Iterator[Any]:
 
 def _constant(owner: str, name: str, value: Any) -> Any:
     """Return a static attribute as part of a key, compared by value."""
-    if isinstance(value, int | float) and not isinstance(value, Enum):
+    if isinstance(value, int | float | np.generic) and not isinstance(value, Enum):
         return type(value), repr(value)  # distinguishes True from 1, and -0.0 from 0.0
     if isinstance(value, _CONSTANTS):
         return value
@@ -156,13 +175,13 @@ def _constant(owner: str, name: str, value: Any) -> Any:
     )
 
 
-def _is_observed(module: nn.Module, constants: list[tuple[str, Any]]) -> bool:
+def _is_observed(module: nn.Module, constants: Iterable[Any]) -> bool:
     """Return whether every change of the constants and floats replaces a version.
 
     Modules that are not a `Holder`, and lists, sets and dicts, change unseen.
     """
     classes = (isinstance(cls, type(Holder)) for cls in _classes(module))
-    mutable = any(_is_mutable(value) for _, value in constants)
+    mutable = any(map(_is_mutable, constants))
     return isinstance(module, Holder) and all(classes) and not mutable
 
 
@@ -176,15 +195,15 @@ def bind(
     module: Any,
     values: Mapping[str, Any],
     prefix: str = "",
-    as_class: Callable[[Any], Any] | None = None,
+    as_class: Callable[[Any, str], Any] | None = None,
 ) -> Any:
     """Return a shallow copy whose run-time values are `values`, by dotted name.
 
     Args:
-        as_class: returns the classes of copies of submodules.
+        as_class: returns the class of a copy for that of a module and its prefix.
     """
     cls = type(module)
-    clone = object.__new__(as_class(cls) if as_class and prefix else cls)
+    clone = object.__new__(as_class(cls, prefix) if as_class else cls)
     # Values become plain attributes, so that neither nn.Module nor autograd interferes.
     clone.__dict__.update(module.__dict__, **registries())
     clone.__dict__.update((name, None) for name, value in _attributes(module) if value is None)

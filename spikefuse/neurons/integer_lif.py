@@ -7,7 +7,7 @@ from torch import Tensor
 
 from spikefuse.neurons.definition import Neuron, State, States
 from spikefuse.neurons.lif import leaky
-from spikefuse.neurons.parameters import Value, number, positive
+from spikefuse.neurons.parameters import Value, number, positive, whole
 
 
 class IntegerLIF(Neuron):
@@ -49,16 +49,14 @@ class IntegerLIF(Neuron):
         detach_reset: bool = False,
     ) -> None:
         super().__init__()
-        if isinstance(levels, bool) or not isinstance(levels, int) or levels < 1:
-            raise ValueError(f"levels is {levels!r}: expected an integer >= 1")
         self.decay = number("decay", decay, 0.0, 1.0)
         self.threshold = positive("threshold", threshold)
-        self.levels, self.detach_reset = levels, bool(detach_reset)
+        self.levels, self.detach_reset = whole("levels", levels, 1), bool(detach_reset)
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         h = leaky(x, v, self.decay, False)
         self.expose(h=h)
-        u = torch.clamp(h / self.threshold, 0, self.levels)
+        u = torch.clamp(torch.clamp(h / self.threshold, min=0.0), max=self.levels)
         whole = torch.floor(u).detach()
         rounded = whole + (u.detach() - whole >= 0.5)
         # The difference is 0, so that adding it rounds nothing, and has the derivative of u.

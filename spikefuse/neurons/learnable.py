@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+#: A value before training, or several: of channels, or of neurons as in `Neuron`.
+Initial = float | Sequence[float] | Tensor
 
 
 class Learnable(nn.Module):
@@ -29,18 +33,17 @@ class LearnableFraction(Learnable):
     """A learnable value in (0, 1): `sigmoid(logit)`. Suits decays.
 
     Args:
-        initial: value before training, strictly between 0 and 1.
-        channels: number of channels, each with its own value; None for a single value.
+        initial: value before training, strictly between 0 and 1, or several, one per channel.
+        channels: number of channels that begin with the same value; None for `initial` alone.
 
     Raises:
         ValueError: `initial` is out of range.
     """
 
-    def __init__(self, initial: float, channels: int | None = None) -> None:
+    def __init__(self, initial: Initial, channels: int | None = None) -> None:
         super().__init__()
-        if not 0.0 < initial < 1.0:
-            raise ValueError(f"initial is {initial!r}: expected a number strictly between 0 and 1")
-        self.logit = _parameter(math.log(initial / (1 - initial)), channels)
+        value = _values("initial", initial, channels, 1.0)
+        self.logit = nn.Parameter(torch.logit(value).float())
 
     def forward(self) -> Tensor:
         return torch.sigmoid(self.logit)
@@ -50,16 +53,17 @@ class LearnablePositive(Learnable):
     """A learnable value greater than 0: `exp(log_value)`. Suits thresholds and surrogate widths.
 
     Args:
-        initial: value before training, positive.
-        channels: number of channels, each with its own value; None for a single value.
+        initial: value before training, positive, or several, one per channel.
+        channels: number of channels that begin with the same value; None for `initial` alone.
 
     Raises:
         ValueError: `initial` is not a positive finite number.
     """
 
-    def __init__(self, initial: float, channels: int | None = None) -> None:
+    def __init__(self, initial: Initial, channels: int | None = None) -> None:
         super().__init__()
-        self.log_value = _parameter(_log("initial", initial), channels)
+        value = _values("initial", initial, channels)
+        self.log_value = nn.Parameter(torch.log(value).float())
 
     def forward(self) -> Tensor:
         return torch.exp(self.log_value)
@@ -72,16 +76,16 @@ class LearnableTimeConstant(Learnable):
     `decay_from_tau(tau, exact=True)` does.
 
     Args:
-        tau: time constant before training, in time steps, positive.
-        channels: number of channels, each with its own value; None for a single value.
+        tau: time constant before training, in time steps, positive, or several, one per channel.
+        channels: number of channels that begin with the same value; None for `initial` alone.
 
     Raises:
         ValueError: `tau` is not a positive finite number.
     """
 
-    def __init__(self, tau: float, channels: int | None = None) -> None:
+    def __init__(self, tau: Initial, channels: int | None = None) -> None:
         super().__init__()
-        self.log_tau = _parameter(_log("tau", tau), channels)
+        self.log_tau = nn.Parameter(torch.log(_values("tau", tau, channels)).float())
 
     def forward(self) -> Tensor:
         return torch.exp(-torch.exp(-self.log_tau))
@@ -93,11 +97,25 @@ def as_text(value: Tensor) -> str:
     return f"{value.item():g}" if known and value.ndim == 0 else f"shape={list(value.shape)}"
 
 
-def _log(name: str, value: float) -> float:
-    if not 0.0 < value < math.inf:
-        raise ValueError(f"{name} is {value!r}: expected a positive finite number")
-    return math.log(value)
+def _values(name: str, initial: Initial, channels: int | None, high: float = math.inf) -> Tensor:
+    """Return values before training in double precision, all between 0 and `high`.
 
-
-def _parameter(value: float, channels: int | None) -> nn.Parameter:
-    return nn.Parameter(torch.full(() if channels is None else (channels,), value))
+    Raises:
+        TypeError, ValueError: they are not, or they are not one for each channel.
+    """
+    try:
+        values = torch.as_tensor(initial).detach().double()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} is {initial!r}: expected a number, or several") from None
+    if not (values.is_meta or ((values > 0) & (values < high)).all()):
+        expected = (
+            "a positive finite number"
+            if high == math.inf
+            else ("a number strictly between 0 and 1")
+        )
+        raise ValueError(f"{name} is {initial!r}: expected {expected}")
+    if channels is None:
+        return values
+    if values.ndim and values.shape != (channels,):
+        raise ValueError(f"{name} has shape {list(values.shape)}: expected [{channels}]")
+    return values.expand(channels)

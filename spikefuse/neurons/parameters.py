@@ -7,6 +7,7 @@ import math
 from abc import ABCMeta
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from spikefuse._torch import children_of, registries
@@ -14,6 +15,7 @@ from spikefuse.neurons.learnable import Learnable, as_text
 
 #: What a parameter may be.
 Value = float | Tensor | Learnable
+NUMBERS = int, float, np.integer, np.floating
 
 #: A list of one object, which is replaced at every change.
 Version = list[object]
@@ -90,6 +92,8 @@ class Holder(nn.Module, metaclass=_HolderType):
             )
         if name == "training" and value is self.training:
             return  # train() and eval() assign it to every module
+        if isinstance(value, np.floating):
+            value = float(value)
         is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         if not (value is None or isinstance(value, Tensor)) and self._has_buffer(name):
             delattr(self, name)
@@ -178,7 +182,7 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
         if not value.is_floating_point():
             raise TypeError(f"{name} is a {value.dtype} tensor: expected a floating-point tensor")
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"{name} is {value!r}: expected a number, a tensor or a Learnable")
     if not (math.isfinite(value) and low <= value <= high):
         bounds = "a finite number" if math.isinf(low) else f"a number in [{low:g}, {high:g}]"
@@ -188,6 +192,18 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
 
 def positive(name: str, value: Any) -> Any:
     """Check a parameter as `number` does; a float must be greater than 0."""
-    if isinstance(value, int | float) and not 0 < value < math.inf:
+    if isinstance(value, NUMBERS) and not 0 < value < math.inf:
         raise ValueError(f"{name} is {value!r}: expected a positive finite number")
     return number(name, value)
+
+
+def whole(name: str, value: Any, low: int) -> float:
+    """Check a whole number of at least `low`; as a float it becomes a run-time value.
+
+    Raises:
+        ValueError: it is not.
+    """
+    is_number = isinstance(value, NUMBERS) and not isinstance(value, bool)
+    if not (is_number and float(value).is_integer() and value >= low):
+        raise ValueError(f"{name} is {value!r}: expected an integer >= {low}")
+    return float(value)

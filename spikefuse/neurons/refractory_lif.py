@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
 from spikefuse.neurons.lif import LIF
-from spikefuse.neurons.parameters import Value
+from spikefuse.neurons.parameters import Value, whole
 
 
 class RefractoryLIF(LIF):
@@ -43,10 +43,7 @@ class RefractoryLIF(LIF):
         self, decay: Value = 0.5, threshold: Value = 1.0, refractory: int = 2, **firing: Any
     ) -> None:
         super().__init__(decay, threshold, **firing)
-        if isinstance(refractory, bool) or not isinstance(refractory, int) or refractory < 0:
-            raise ValueError(f"refractory is {refractory!r}: expected a number of steps >= 0")
-        # As a float it is a run-time value: a new period does not recompile.
-        self.refractory = float(refractory)
+        self.refractory = whole("refractory", refractory, 0)
 
     def step(  # type: ignore[override]
         self, x: Tensor, v: Tensor, pause: Tensor

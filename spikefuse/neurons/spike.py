@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
+from spikefuse._torch import is_traced
+
 
 class Spike(torch.autograd.Function):
     """`surrogate.spike(u)`; `learned` passes the gradient of the spike on to the parameters."""
@@ -49,4 +51,4 @@ class TransformedSpike(Spike):
 
 def has_tangent(x: Tensor) -> bool:
     """Whether a tensor is differentiated in forward mode."""
-    return not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None
+    return not is_traced() and unpack_dual(x).tangent is not None

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spikefuse._torch import is_traced
 from spikefuse.neurons.learnable import Learnable
-from spikefuse.neurons.parameters import Holder, Value, evaluated, number, positive
+from spikefuse.neurons.parameters import NUMBERS, Holder, Value, evaluated, number, positive
 from spikefuse.neurons.spike import Spike, TransformedSpike, has_tangent
 
 __all__ = [
@@ -95,7 +96,7 @@ class Surrogate(Holder):
                 raise no_gradient(name)
         if torch.jit.is_tracing() and not (learned or u.requires_grad):  # type: ignore[attr-defined]
             return self.spike(u).to(u.dtype)  # programs of torch.jit can't call a Function
-        function = Spike if torch.compiler.is_compiling() else TransformedSpike
+        function = Spike if is_traced() else TransformedSpike
         return function.apply(u, self, self.tangent(u.detach()) if learned else None)
 
     def _learned(self) -> Iterator[str]:
@@ -259,7 +260,7 @@ class Rectangle(Surrogate):
         self, left: Value = -0.5, right: Value = 0.5, height: Value = 1.0, *, cutoff: Cutoff = None
     ) -> None:
         super().__init__(cutoff)
-        numbers = [bound for bound in (left, right) if isinstance(bound, int | float)]
+        numbers = [bound for bound in (left, right) if isinstance(bound, NUMBERS)]
         if not all(map(math.isfinite, numbers)) or (len(numbers) == 2 and numbers[0] >= numbers[1]):
             raise ValueError(f"left, right are {left!r}, {right!r}: expected finite, left < right")
         self.left, self.right = number("left", left), number("right", right)
@@ -401,6 +402,9 @@ class StraightThrough(Surrogate):
 
     `StraightThrough(cutoff=0.0)` passes gradients only where there is a spike, and
     `Rectangle(-1.0, 1.0)` is the clipped form.
+
+    The gradient through a hard reset has the factor `v_reset - h`, however large `h` is, at each
+    step, so that gradients of large float16 inputs overflow: use `detach_reset=True`.
 
     Source: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons for
     Conditional Computation", arXiv:1308.3432, 2013.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from spikefuse._torch import is_traced
 from spikefuse.nn.call import active
 from spikefuse.nn.nesting import flatten, unflatten
 from spikefuse.scan.state_passing import Buffers, Channel, Collectives, StatePassing
@@ -64,7 +65,7 @@ def recompute(
         is_random: whether they may draw random numbers, which a CUDA graph cannot draw twice: while
             one is recorded, nothing is recomputed then.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         return torch_checkpoint.checkpoint(_Runs(first, second), *args, use_reentrant=False)
     is_recorded = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if is_recorded and is_random:
@@ -95,7 +96,7 @@ class _Runs:
     def __init__(self, first: Callable[..., Any], second: Callable[..., Any]) -> None:
         self.first: Callable[..., Any] | None = first
         self.second = second
-        self.is_traced = torch.compiler.is_compiling()
+        self.is_traced = is_traced()
         # What arrived from other processes during the first run.
         self.arrived: list[Any] = []
         self.call = active.call
@@ -105,7 +106,7 @@ class _Runs:
 
     def __call__(self, *args: Any) -> Any:
         first = self.first
-        if torch.compiler.is_compiling():
+        if is_traced():
             return first(*args)  # type: ignore[misc]
         self.first = None
         if first is None:
@@ -138,7 +139,7 @@ def _run_again(runs: _Runs, args: tuple[Any, ...]) -> Any:
 def refuse_recomputation(neuron: nn.Module) -> None:
     """Raise a RuntimeError if `neuron`, which runs outside a call, may have had its first run
     inside `Temporal`."""
-    if torch.compiler.is_compiling() or not is_recomputed():
+    if is_traced() or not is_recomputed():
         return
     if any(neuron in list(c.modules()) for c in containers):
         raise RuntimeError(_REFUSAL.format(type(neuron).__name__))
@@ -154,7 +155,7 @@ def require_temporal(module: nn.Module, args: Any) -> None:
     if active.call is not None:
         return
     name = type(module).__name__
-    if not torch.compiler.is_compiling() and is_recomputed():
+    if not is_traced() and is_recomputed():
         raise RuntimeError(_REFUSAL.format(name))
     raise ValueError(
         f"{name} was converted for one time step and is called outside "

@@ -123,22 +123,26 @@ def delta(x: Tensor, threshold: float, signed: bool = False) -> Tensor:
     Proceedings of the IEEE 111, 2023 (delta modulation).
 
     Args:
-        x: a sequence `[T, B, ...]`, floating point.
+        x: a sequence `[T, B, ...]`, floating point or whole numbers.
         threshold: in the unit of `x`, positive.
         signed: whether falls spike, too.
 
     Returns:
-        `[T, B, ...]` in the dtype of `x`.
+        `[T, B, ...]` in the dtype of `x`, or in PyTorch's default dtype for whole numbers.
 
     Raises:
-        TypeError, ValueError: `x` is not a tensor or has no dimensions; `threshold` <= 0.
+        TypeError, ValueError: `x` is not a tensor of real numbers, or has no dimensions;
+            `threshold` <= 0.
     """
     _check(x, 1)
+    dtype = _real_dtype(x)
     if not threshold > 0:
         raise ValueError(f"threshold is {threshold!r}: expected a positive number")
+    if not x.is_floating_point():
+        x = x.long()  # differences of bytes would wrap around
     change = x.diff(dim=0, prepend=x[:1])
-    spikes = (change >= threshold).to(x.dtype)
-    return spikes - (change <= -threshold).to(x.dtype) if signed else spikes
+    spikes = (change >= threshold).to(dtype)
+    return spikes - (change <= -threshold).to(dtype) if signed else spikes
 
 
 def population(
@@ -154,18 +158,19 @@ def population(
     Neurocomputing 48, 2002.
 
     Args:
-        x: values `[B, ..., F]`, floating point.
+        x: values `[B, ..., F]`, floating point or whole numbers.
         num_neurons: P, at least 2.
         low: first center, in the unit of `x`.
         high: last center.
         width: standard deviation, in the unit of `x`; None for the distance between centers.
 
     Returns:
-        Activities in (0, 1], `[B, ..., F * P]` in the dtype of `x`.
+        Activities in (0, 1], `[B, ..., F * P]` in the dtype of `x`, or in PyTorch's default dtype
+        for whole numbers.
 
     Raises:
-        TypeError, ValueError: `x` is not a tensor or has no dimensions; `num_neurons` < 2,
-            `low` >= `high` or `width` <= 0.
+        TypeError, ValueError: `x` is not a tensor of real numbers, or has no dimensions;
+            `num_neurons` < 2, `low` >= `high` or `width` <= 0.
     """
     _check(x, 1)
     if not isinstance(num_neurons, int) or num_neurons < 2:
@@ -175,8 +180,16 @@ def population(
         raise ValueError(
             f"low, high, width are {low}, {high}, {width}: expected low < high, width > 0"
         )
+    x = x.to(_real_dtype(x))
     centers = torch.linspace(low, high, num_neurons, dtype=x.dtype, device=x.device)
     return torch.exp(-0.5 * ((x.unsqueeze(-1) - centers) / spread).square()).flatten(-2)
+
+
+def _real_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of an encoding of values that may be whole numbers."""
+    if x.is_complex():
+        raise TypeError(f"x is {x.dtype}: expected real numbers")
+    return x.dtype if x.is_floating_point() else torch.get_default_dtype()
 
 
 def _check(x: Tensor, num_steps: int) -> None:

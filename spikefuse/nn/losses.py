@@ -1,7 +1,7 @@
 """Losses on spikes and potentials over time, and penalties on activity.
 
 Outputs are `[T, B, N]`: T steps, B samples and N neurons, one per class unless stated otherwise;
-targets are class indices `[B]`, int64, or class probabilities `[B, N]`, such as those that
+targets are class indices `[B]`, integers, or class probabilities `[B, N]`, such as those that
 `data.mixup` and `data.cutmix` return. With probabilities p, the desired value of a neuron is
 `p correct + (1 - p) incorrect`. Each loss is a scalar, a mean over the batch, and computed in
 float32, or in float64 for outputs in float64. For class weights or other reductions, call
@@ -25,10 +25,10 @@ def ce_count(spikes: Tensor, target: Tensor) -> Tensor:
 
     Args:
         spikes: `[T, B, N]`, N neurons, one per class.
-        target: class indices `[B]`, int64, or class probabilities `[B, N]`.
+        target: class indices `[B]`, integers, or class probabilities `[B, N]`.
 
     Raises:
-        ValueError: wrong shapes.
+        TypeError, ValueError: wrong dtypes or shapes.
     """
     spikes, target = _checked(spikes, target)
     return F.cross_entropy(spikes.sum(0), target)
@@ -47,12 +47,12 @@ def ce_rate(x: Tensor, target: Tensor, weight: float = 0.0, level: float = 1.0) 
 
     Args:
         x: spikes or logits `[T, B, N]`, one per class.
-        target: class indices `[B]`, int64, or class probabilities `[B, N]`.
+        target: class indices `[B]`, integers, or class probabilities `[B, N]`.
         weight: of the term that pulls the outputs to `level`, in [0, 1].
         level: in the unit of `x`.
 
     Raises:
-        ValueError: wrong shapes, or `weight` is out of range.
+        TypeError, ValueError: wrong dtypes or shapes, or `weight` is out of range.
     """
     if not 0 <= weight <= 1:
         raise ValueError(f"weight is {weight!r}: expected a number in [0, 1]")
@@ -70,10 +70,10 @@ def ce_max_membrane(v: Tensor, target: Tensor) -> Tensor:
 
     Args:
         v: potentials `[T, B, N]`, such as those of `sf.LI` or of `outputs=("v",)`.
-        target: class indices `[B]`, int64, or class probabilities `[B, N]`.
+        target: class indices `[B]`, integers, or class probabilities `[B, N]`.
 
     Raises:
-        ValueError: wrong shapes.
+        TypeError, ValueError: wrong dtypes or shapes.
     """
     v, target = _checked(v, target)
     return F.cross_entropy(v.amax(0), target)
@@ -92,11 +92,11 @@ def mse_count(
 
     Args:
         spikes: `[T, B, N]`, N neurons, one per class.
-        target: class indices `[B]`, int64, or class probabilities `[B, N]`.
+        target: class indices `[B]`, integers, or class probabilities `[B, N]`.
         correct_rate, incorrect_rate: spikes per step, in [0, 1].
 
     Raises:
-        ValueError: wrong shapes.
+        TypeError, ValueError: wrong dtypes or shapes.
     """
     spikes, target = _checked(spikes, target)
     wanted = _per_class(spikes, target, len(spikes) * correct_rate, len(spikes) * incorrect_rate)
@@ -113,11 +113,11 @@ def mse_membrane(v: Tensor, target: Tensor, correct: float = 1.0, incorrect: flo
 
     Args:
         v: potentials `[T, B, N]` of N neurons, one per class.
-        target: class indices `[B]`, int64, or class probabilities `[B, N]`.
+        target: class indices `[B]`, integers, or class probabilities `[B, N]`.
         correct, incorrect: potentials, in the unit of `v`.
 
     Raises:
-        ValueError: wrong shapes.
+        TypeError, ValueError: wrong dtypes or shapes.
     """
     v, target = _checked(v, target)
     return F.mse_loss(v, _per_class(v, target, correct, incorrect).expand_as(v))
@@ -134,10 +134,10 @@ def ce_temporal(spikes: Tensor, target: Tensor) -> Tensor:
 
     Args:
         spikes: `[T, B, N]`, N neurons, one per class.
-        target: class indices `[B]`, int64, or class probabilities `[B, N]`.
+        target: class indices `[B]`, integers, or class probabilities `[B, N]`.
 
     Raises:
-        ValueError: wrong shapes.
+        TypeError, ValueError: wrong dtypes or shapes.
     """
     spikes, target = _checked(spikes, target)
     return F.cross_entropy(-first_spike_time(spikes), target)
@@ -155,11 +155,11 @@ def mse_temporal(
 
     Args:
         spikes: `[T, B, N]`, N neurons, one per class.
-        target: class indices `[B]`, int64, or class probabilities `[B, N]`.
+        target: class indices `[B]`, integers, or class probabilities `[B, N]`.
         correct, incorrect: times in steps; None for T, no spike at all.
 
     Raises:
-        ValueError: wrong shapes.
+        TypeError, ValueError: wrong dtypes or shapes.
     """
     spikes, target = _checked(spikes, target)
     times, num_steps = first_spike_time(spikes), len(spikes)
@@ -295,6 +295,11 @@ def _checked(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     if x.ndim != 3 or not len(x):
         raise ValueError(f"the outputs have shape {list(x.shape)}: expected [T, B, N] with T >= 1")
     is_soft = target.is_floating_point()
+    if x.is_complex() or target.dtype == torch.bool or target.is_complex():
+        raise TypeError(
+            f"the outputs are {x.dtype}, target is {target.dtype}: expected real outputs, and "
+            "integer class indices or floating-point class probabilities"
+        )
     if target.shape != x.shape[1 : 3 if is_soft else 2]:
         num = x.shape[1]
         raise ValueError(
@@ -302,4 +307,4 @@ def _checked(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
             f"{num} samples, [{num}], or floating-point class probabilities {list(x.shape[1:])}"
         )
     dtype = _precise(x)
-    return x.to(dtype), target.to(dtype) if is_soft else target
+    return x.to(dtype), target.to(dtype if is_soft else torch.int64)

@@ -15,7 +15,7 @@ def accuracy_by_rate(spikes: Tensor, target: Tensor) -> Tensor:
 
     Args:
         spikes: `[T, B, N]`, N neurons, one per class; or potentials.
-        target: class indices `[B]`, int64.
+        target: class indices `[B]`, integers.
 
     Returns:
         A scalar, float32, on the device of the spikes.
@@ -32,7 +32,7 @@ def accuracy_by_first_spike(spikes: Tensor, target: Tensor) -> Tensor:
 
     Args:
         spikes: `[T, B, N]`, N neurons, one per class.
-        target: class indices `[B]`, int64.
+        target: class indices `[B]`, integers.
 
     Returns:
         A scalar, float32, on the device of the spikes.

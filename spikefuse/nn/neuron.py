@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -12,12 +12,15 @@ from torch import Tensor, nn
 
 from spikefuse import neurons, reference
 from spikefuse._torch import constant_result
-from spikefuse.neurons.definition import Neuron, States, with_outputs
+from spikefuse.neurons.definition import Neuron, States, ValuePerStep, first_states, with_outputs
+from spikefuse.neurons.per_step import per_step_values, with_inputs
 from spikefuse.nn.call import Scan, active, mark_binary, wants_bits
 from spikefuse.nn.checkpoint import refuse_recomputation
 from spikefuse.nn.symbolic import leaf
 from spikefuse.scan import op
+from spikefuse.scan.checks import call_untraced
 from spikefuse.scan.layout import flatten_steps
+from spikefuse.scan.program import check_compiles
 from spikefuse.scan.records import Arguments, Results, Wanted
 
 IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
@@ -103,13 +106,49 @@ def scan_neuron(neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted) ->
     final, _, save, outputs, impl = wanted
     backend = backend_of(inputs, impl)
     check_inputs(neuron, type(neuron).input_names, inputs, state, backend)
-    if backend == "reference":
-        return Results(*reference.scan(with_outputs(neuron, outputs), tuple(inputs), state))
-    bits = wants_bits(inputs[0])
-    results = op.scan(neuron, arguments, Wanted(final, bits, save, outputs, backend))
+    if neuron.has_first_states:
+        arguments = from_rest(neuron, arguments)
+    try:
+        if backend == "reference":
+            states = arguments.states
+            return Results(*reference.scan(with_outputs(neuron, outputs), tuple(inputs), states))
+        bits = wants_bits(inputs[0])
+        results = op.scan(neuron, arguments, Wanted(final, bits, save, outputs, backend))
+    except ValuePerStep:
+        return call_untraced(_scan_per_step, neuron, arguments, wanted)
     if bits:
         mark_binary(results)
     return results
+
+
+def _scan_per_step(neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
+    """Run a neuron some of whose parameters have a value per step."""
+    inputs, values = arguments.inputs, neuron.values()
+    dtype = reduce(torch.promote_types, [x.dtype for x in inputs])
+    steps = per_step_values(values, inputs[0])
+    more = [value.expand(inputs[0].shape) for value in steps.values()]
+    definition = with_inputs(neuron, values, tuple(steps))
+    results = scan_neuron(definition, arguments._replace(inputs=[*inputs, *more]), wanted)
+    return results._replace(outputs=[y.to(dtype) for y in results.outputs])
+
+
+def refusal_of(neuron: Neuron) -> str:
+    """Why kernels cannot run a neuron; "" if they can."""
+    try:
+        check_compiles(neuron)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def from_rest(neuron: Neuron, arguments: Arguments[Tensor]) -> Arguments[Tensor]:
+    """The arguments with the first states that attributes of the neuron hold, if any do."""
+    passing = arguments.passing
+    is_first = passing is None or passing.is_first
+    if not neuron.has_first_states or arguments.states is not None or not is_first:
+        return arguments
+    like = torch.empty_like(arguments.inputs[0][0], dtype=torch.float32)
+    return arguments._replace(states=first_states(neuron, neuron.values(), like))
 
 
 def checked_names(outputs: tuple[str, ...]) -> tuple[str, ...]:

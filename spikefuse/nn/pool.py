@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spikefuse.kernels import pool
 from spikefuse.kernels.triton_runtime import interpreted
 from spikefuse.nn.call import active
-from spikefuse.scan.op import check_backend, is_plain
+from spikefuse.scan.checks import check_backend, is_plain
 
 # Values of an input from which a kernel on a CPU is faster than PyTorch's.
 MIN_VALUES = 1 << 16

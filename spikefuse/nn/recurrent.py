@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from spikefuse import reference
 from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, States, with_outputs
 from spikefuse.nn.call import mark_binary, wants_bits
-from spikefuse.nn.neuron import backend_of, call_neuron, check_inputs, checked_names, refuse_class
+from spikefuse.nn.neuron import (
+    backend_of,
+    call_neuron,
+    check_inputs,
+    checked_names,
+    from_rest,
+    refuse_class,
+)
 from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.recurrent import recurrent_scan
@@ -76,8 +83,6 @@ class Recurrent(nn.Module):
     Source: Bittar and Garner, "A surrogate gradient spiking baseline for speech command
     recognition", Frontiers in Neuroscience 2022 (recurrent layers of adaptive LIF neurons).
     """
-
-    is_leaf = True  # of traced graphs
 
     def __init__(
         self,
@@ -174,6 +179,8 @@ class Recurrent(nn.Module):
                 outputs, final = reference.scan(selected, inputs, state, weight)
                 return Results(outputs[skipped:], final)
             wanted = Wanted(wanted.final, outputs=names, impl=backend)
+            if state is None and (first := from_rest(neuron, Arguments(inputs)).states):
+                state = (*first, torch.zeros_like(inputs[0][0]))
             results = recurrent_scan(neuron, Arguments(inputs, state), wanted, weight)
         if wants_bits(inputs[0]):
             mark_binary(results)

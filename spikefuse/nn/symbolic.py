@@ -24,5 +24,5 @@ def leaf(forward: F) -> F:
         return forward(self, *args, **kwargs)
 
     call.__signature__ = signature(forward)  # type: ignore[attr-defined]
-    del call.__wrapped__  # type: ignore[attr-defined]  # torch.fx would read its code
+    del call.__wrapped__  # torch.fx would read its code
     return call  # type: ignore[return-value]

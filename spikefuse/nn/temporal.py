@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from spikefuse._torch import is_traced
 from spikefuse.kernels.norm import BatchNorm, by_batch
 from spikefuse.kernels.triton_runtime import prepare
 from spikefuse.memory.policies import Checkpoint, Policy, Recompute
@@ -19,8 +20,8 @@ from spikefuse.nn.nesting import map_tensors, map_values, named_values
 from spikefuse.nn.neuron import IMPLEMENTATIONS, check_module
 from spikefuse.nn.reading import note_on
 from spikefuse.nn.symbolic import leaf
+from spikefuse.scan.checks import refuse_export
 from spikefuse.scan.layout import flatten_steps
-from spikefuse.scan.op import refuse_export
 from spikefuse.scan.state_passing import StatePassing
 
 #: Layers that remember something from one call to the next.
@@ -162,7 +163,7 @@ class Temporal(nn.Module):
         impl: str = "auto",
         **kwargs: Any,
     ) -> Any:
-        neurons, is_traced = neurons_of(self.net), torch.compiler.is_compiling()
+        neurons, traced = neurons_of(self.net), is_traced()
         sequences = self._sequences(inputs, kwargs)
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
@@ -179,21 +180,21 @@ class Temporal(nn.Module):
         args: Sequence[Any] = inputs
         if self.batch_first:
             args, kwargs = map_tensors(_swap_dims, (args, kwargs))
-        if not is_traced and sequences[0].device.type == "cuda":
+        if not traced and sequences[0].device.type == "cuda":
             prepare()
         capture = type(self.memory).capture
-        if self.captured is None and capture is not None and not is_traced:
+        if self.captured is None and capture is not None and not traced:
             self.captured = capture()
         captured = None if impl == "reference" else self.captured
         try:
             with call:
-                if is_traced or captured is not None:
+                if traced or captured is not None:
                     folded = run_captured(captured, run_folded, self.net, args, kwargs)
                 else:
                     with saving_spikes():
                         folded = run_folded(self.net, args, kwargs)
         except Exception as error:
-            if not is_traced:
+            if not traced:
                 order = "[B, T, ...]" if self.batch_first else "[T, B, ...]"
                 note = note_on(error, self.net, sequences, num_steps, batch, order)
                 if note:
@@ -303,8 +304,8 @@ def run_captured(
     kwargs: dict[str, Any],
 ) -> Any:
     """Run `function(net, args, kwargs)` as a fused graph, unless it is traced itself."""
-    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if captured is None or is_traced:
+    traced = is_traced() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if captured is None or traced:
         return function(net, args, kwargs)
     return captured(function, net, args, kwargs)
 

@@ -7,7 +7,6 @@ device. It depends on no values, so neurons, threads and passes share it.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache, partial, reduce
 from itertools import chain, compress
@@ -268,13 +267,6 @@ class Execution:
         self, incoming: Results[Tensor | None], needs: Arguments[Any], variant: Variant = PLAIN
     ) -> object:
         """The backward kernel for these gradients, of which those that are None do not matter."""
-        if not self.program.is_differentiable:
-            warnings.warn(
-                f"no output of {self.program.step.name}.step has a gradient, so nothing before "
-                "it learns from its outputs: make spikes with a surrogate, as in "
-                "self.surrogate(v - threshold), not with a comparison",
-                stacklevel=3,
-            )
         missing = tuple(map(_is_none, (*incoming.outputs, *incoming.finals)))
         # A repair adds the gradients of final states to those that ignored them.
         program, step = self.program, self.program.step

@@ -163,6 +163,13 @@ def backward(
     return [found[i] for i in places], [arrived[i] for i in places]
 
 
+def of_states(arguments: Arguments[Tensor], found: Sequence[Gradients]) -> MaybeTensors:
+    """The gradients of the initial states, which only the process of the first steps reads."""
+    if arguments.passing is not None and not arguments.passing.is_first:
+        return [None] * len(arguments.states or ())
+    return joined([g.states or () for g in found])
+
+
 def added(rows: Sequence[Sequence[Any]]) -> list[Any]:
     """Sums over rows that have None in the same places."""
     if len(rows) == 1:

@@ -7,7 +7,6 @@ and backward with the ops but skip the dispatcher, which costs several times a s
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,28 +14,32 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
-from spikefuse._torch import num_dispatch_modes
-from spikefuse.compiler.adjoint import has_gradient
-from spikefuse.kernels.triton_runtime import interpreted
-from spikefuse.neurons.definition import Neuron, channel_view, with_outputs
-from spikefuse.neurons.surrogate import no_gradient
+from spikefuse._torch import is_traced
+from spikefuse.neurons.definition import Neuron, with_outputs
 from spikefuse.scan import microbatches
+from spikefuse.scan.checks import (
+    check_backend,
+    check_param,
+    is_plain,
+    refuse_export,
+    refuse_transforms,
+)
 from spikefuse.scan.double_backward import no_double_backward, refuse_double_backward
 from spikefuse.scan.execution import Execution, execution_of
 from spikefuse.scan.microbatches import Gradients
-from spikefuse.scan.program import Kinds, Variant, kinds_of, prepare, sizes_of
+from spikefuse.scan.per_neuron import flattened
+from spikefuse.scan.program import (
+    Kinds,
+    Variant,
+    follows_input,
+    kinds_of,
+    prepare,
+    requires_grad,
+    sizes_of,
+)
 from spikefuse.scan.records import Arguments, MaybeTensors, Results, Tensors, Wanted
 from spikefuse.scan.state_passing import StatePassing
-
-#: Kernels are compiled in this process, and an exported program would not find them in another.
-NO_EXPORT = (
-    "torch.export, ONNX and TorchScript can't contain fused kernels: pass spikefuse.exportable(net)"
-    " to torch.export.export, torch.onnx.export(..., dynamo=True) or torch.jit.trace"
-)
-
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 library = torch.library.Library("spikefuse", "DEF")
 T = TypeVar("T")
@@ -53,11 +56,15 @@ def scan(definition: Neuron, arguments: Arguments[Tensor], wanted: Wanted) -> Re
     inputs, states, _, _, _, passing = arguments
     check_backend(wanted.impl, inputs[0])
     known = None
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         known = definition.description().cache.get((wanted.impl, wanted.outputs))
     program, scalars, params = known or choose(definition, inputs[0], wanted)
     call = Call(program, scalars, passing)
-    return execute(call, Arguments(inputs, states, params, (), scalars, passing), wanted)
+    arguments = Arguments(inputs, states, params, (), scalars, passing)
+    if params and max(map(Tensor.dim, params)) > 1:
+        arguments, restore = flattened(arguments)
+        return restore(execute(call, arguments, wanted))
+    return execute(call, arguments, wanted)
 
 
 def run(program: str, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
@@ -84,6 +91,8 @@ class Call:
     op: ClassVar[str] = "scan"
     #: The number of first tensors in whose place backward reads what forward has saved.
     replaced: ClassVar[int] = 0
+    #: Whether a step reads the first output of the step before, whose start is the last state.
+    feeds_back: ClassVar[bool] = False
 
     def flatten(self, arguments: Arguments[T]) -> list[T]:
         """All tensors of the arguments."""
@@ -139,10 +148,10 @@ class Call:
         inputs = execution.new_gradients(Arguments(needs.inputs)).inputs
         scans = microbatches.split(execution, arguments, saved)
         found, _ = microbatches.backward(scans, incoming, needs, inputs)
-        states = [g.states or () for g in found] if arguments.states else []
+        states = arguments.states and microbatches.of_states(arguments, found)
         rows = [scan.execution.reduce(g.params, arguments.params)
                 for scan, g in zip(scans, found, strict=True)]  # fmt: skip
-        return Arguments(inputs, microbatches.joined(states), microbatches.added(rows))
+        return Arguments(inputs, states, microbatches.added(rows))
 
     def resolve(self, arguments: Arguments[Tensor]) -> Arguments[Tensor]:
         """What the program reads, in place of a prologue."""
@@ -191,23 +200,40 @@ def execute(call: Call, arguments: Arguments[Tensor], wanted: Wanted) -> Results
         found = run_op(call.program, *groups, prologue, list(call.scalars), *options)
         binary, num_states = sizes_of(call.program)
         end = len(binary) + (num_states if wanted.final else 0)
-        known = () if torch.compiler.is_compiling() else binary  # a graph knows no values
-        return Results(found[: len(binary)], found[len(binary) : end], binary=known)
-    if call.passing is not None and torch.compiler.is_compiling():
+        found = detached(call, arguments, found[:end]) if needed else found[:end]
+        known = () if is_traced() else binary  # a graph knows no values
+        return Results(found[: len(binary)], found[len(binary) :], binary=known)
+    if call.passing is not None and is_traced():
         return torch.compiler.disable(execute)(call, arguments, wanted)
     if not needed:
         return call.forward(arguments, Wanted(wanted.final, wanted.bits, save=False))
     *found, bits = _apply(call, arguments, wanted, *tensors)
     assert call.execution is not None
-    num, binary = call.execution.num_outputs, call.execution.program.step.binary
+    program = call.execution.program
+    if not (program.follows_input and tensors[0].requires_grad):
+        found = detached(call, arguments, found)
+    num, binary = call.execution.num_outputs, program.step.binary
     return Results(found[:num], found[num:], (), bits, binary)
 
 
-def call_untraced(function: Callable[..., T], *args: Any) -> T:
-    """Call a function that torch.compile must not trace."""
-    if torch.compiler.is_compiling():
-        return torch.compiler.disable(function)(*args)
-    return function(*args)
+def detached(call: Call, arguments: Arguments[Tensor], results: Tensors) -> Tensors:
+    """Outputs and final states, detached where those of the eager loop require no gradient."""
+    inputs, states, params, prologue, *_ = [
+        tuple([t.requires_grad for t in group or ()]) for group in arguments[:4]
+    ]
+    if True in prologue:  # part of the first input
+        inputs = True, *inputs[1:]
+    if inputs[0] and follows_input(call.program):
+        return results
+    # More steps change nothing. Processes that pass states must agree.
+    num_steps = sizes_of(call.program)[1] + 2
+    for n in range(1, num_steps):  # T itself may be a symbol of torch.compile
+        if call.passing is None and arguments.inputs[0].shape[0] == n:
+            num_steps = n
+    needs = requires_grad(call.program, inputs, states, params, num_steps, call.feeds_back)
+    if all(needs):
+        return results
+    return [x if need else x.detach() for x, need in zip(results, needs, strict=False)]
 
 
 class _Eager(torch.autograd.Function):
@@ -239,11 +265,15 @@ def _differentiate(
 ) -> MaybeTensors:
     """The gradients of all tensors of a call, from the tensors that autograd has saved and the
     gradients of the results."""
-    refuse_transforms([g for g in grads if g is not None])
     found: MaybeTensors
     read = [*tensors[-call.replaced :], *tensors[: -call.replaced]] if call.replaced else tensors
     arguments, saved = call.unflatten(read), read[call._ends[3] :]
-    if call.passing is None and not is_plain(tensors):  # the library op passes no states
+    given = [*tensors]
+    for grad in grads:
+        if grad is not None:
+            given.append(grad)
+    if call.passing is None and not is_plain(given):  # the library op passes no states
+        refuse_transforms(given)
         inputs, states, params, prologue, *_ = arguments
         groups = [*inputs], [*(states or ())], [*params], [*prologue], [*call.scalars]
         backward = getattr(torch.ops.spikefuse, f"{call.op}_backward")
@@ -262,7 +292,7 @@ def choose(definition: Neuron, x: Tensor, wanted: Wanted) -> tuple[str, list[flo
     """The name of the program of a definition for inputs like `x`, and the floats and tensors of
     the definition that it reads."""
     backend, outputs = wanted.impl, wanted.outputs
-    if torch.compiler.is_compiling():
+    if is_traced():
         cache, values = None, definition.values()
         name, used = definition.evaluate(_prepare, backend, kinds_of(values), outputs)
     else:
@@ -290,93 +320,6 @@ def _prepare(
     definition = with_outputs(definition, outputs)
     made = prepare(definition, backend, definition.description().statics, kinds)
     return made.name, made.step.params
-
-
-def refuse_export() -> None:
-    """Raise NotImplementedError inside torch.export and torch.jit.trace, except where TorchDynamo
-    reads this code: it calls `fake`, and in torch 2.11 knows no exports from other graphs."""
-    is_exported = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-    if is_exported or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        raise NotImplementedError(NO_EXPORT)
-
-
-def check_backend(backend: str, x: Tensor) -> None:
-    """Check that kernels of a backend can run on `x`, outside exports.
-
-    Raises:
-        NotImplementedError: inside torch.export or torch.jit.trace.
-        ImportError: Triton is not installed.
-        ValueError: the input is on another device.
-    """
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        refuse_export()
-    if backend == "numba" and not x.is_cpu:
-        raise ValueError(f'impl="numba" runs on the CPU, but the input is on {x.device}')
-    if backend == "triton":
-        if not _HAS_TRITON:
-            raise ImportError('Triton is not installed: pip install "spikefuse[gpu]"')
-        if not x.is_cuda and not interpreted():
-            raise ValueError(
-                f'impl="triton" needs a GPU, but the input is on {x.device}: use impl="auto", or '
-                "set TRITON_INTERPRET=1 before starting Python to run Triton's interpreter"
-            )
-
-
-def check_param(definition: Neuron, name: str, value: Tensor, x: Tensor) -> None:
-    """Refuse a tensor parameter of a wrong shape, on another device than `x`, or that a step gives
-    no gradient.
-
-    Raises:
-        ValueError, TypeError: it is refused.
-    """
-    channel_view(name, value, x.shape[1:])
-    if value.device != x.device:
-        raise ValueError(
-            f"parameter '{name}' is on {value.device}, the input on {x.device}: move the module "
-            f"with .to({str(x.device)!r})"
-        )
-    if value.requires_grad and not has_gradient(definition, name):
-        raise no_gradient(name)
-
-
-def is_plain(tensors: Tensors) -> bool:
-    """Whether nothing observes or transforms operations on these tensors, so that the dispatcher
-    can be skipped."""
-    if torch.compiler.is_compiling() or num_dispatch_modes():
-        return False
-    try:
-        for t in tensors:
-            if type(t) not in PLAIN or not (t.data_ptr() or t.numel() == 0):
-                return False
-    except RuntimeError:  # function transforms hide the memory
-        return False
-    # Outside of forward-mode differentiation, the first tensor is unpacked into itself.
-    if not tensors or unpack_dual(tensors[0]).primal is tensors[0]:
-        return True
-    return all(unpack_dual(t).tangent is None for t in tensors)
-
-
-def are_transformed(tensors: Tensors) -> bool:
-    """Whether tensors are inside a transform of torch.func or a vectorized Jacobian, or have
-    tangents."""
-    if torch.compiler.is_compiling() or not all(type(t) in PLAIN for t in tensors):
-        return False
-    return not num_dispatch_modes() and not is_plain(tensors)
-
-
-def refuse_transforms(tensors: Tensors) -> None:
-    """Raise NotImplementedError for tensors inside a transform of torch.func or a vectorized
-    Jacobian, or in forward-mode differentiation."""
-    if are_transformed(tensors):
-        raise NotImplementedError(
-            "kernels take no part in the transforms of torch.func (grad, jvp, vmap), vectorized "
-            'Jacobians and forward-mode differentiation: pass impl="reference" to Temporal or the '
-            "neuron, whose loop does, or use backward()"
-        )
-
-
-#: Types of tensors whose operations no subclass overrides.
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def fake_execution(name: str, inputs: Tensors) -> Execution:

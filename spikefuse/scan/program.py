@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import threading
+import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import compress
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -24,9 +25,10 @@ from spikefuse.compiler import (
 from spikefuse.compiler.adjoint import Reverse, reverse_step
 from spikefuse.compiler.trace import Step, trace_step
 from spikefuse.compiler.variables import KERNELS, Variables
+from spikefuse.kernels.threads import compiling, on_thread
 from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.description import bind
-from spikefuse.scan import cache
+from spikefuse.scan import cache as files
 from spikefuse.scan.layout import Layout
 
 T = TypeVar("T")
@@ -152,7 +154,7 @@ class Program:
     @cached_property
     def name(self) -> str:
         """A name that the same kernels, called alike, have in every process."""
-        identity = repr((self.step.params, self.kinds))
+        identity = repr((self.step.params, self.kinds, [*map(sorted, self.reverse.paths)]))
         identity += self.source(self.step.inputs, self.learnable())
         digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
         return f"{self.step.name}-{self.backend}-{digest}"
@@ -170,9 +172,14 @@ class Program:
     repairs = rebuilds
 
     @cached_property
+    def follows_input(self) -> bool:
+        """Whether autograd follows every result of the step back to its first input."""
+        return all(self.step.graph.inputs[0] in path for path in self.reverse.paths)
+
+    @cached_property
     def is_differentiable(self) -> bool:
         """Whether an output of the step passes gradients on."""
-        return not self.reverse.graph.used().isdisjoint(f"g{y}" for y in self.step.outputs)
+        return any(self.reverse.paths[: self.step.num_outputs])
 
     def params(self, *kinds: str) -> list[str]:
         """The parameters of these kinds."""
@@ -201,8 +208,8 @@ class Program:
         # the machine code of a forward kernel of its own.
         key = (*key, (kernel,) if self.backend == "numba" else KERNELS)
         if key not in self.modules:
-            with _compiling:
-                self.modules[key] = cache.load(self.source(*key), self.step.name, self.backend)
+            with compiling:
+                self.modules[key] = files.load(self.source(*key), self.step.name, self.backend)
         return getattr(self.modules[key], kernel)
 
     def source(
@@ -226,8 +233,6 @@ _EMITTERS: dict[tuple[str, bool], type[Variables]] = {
     ("triton", False): emit_triton.TritonEmitter,
     ("triton", True): emit_recurrent_triton.RecurrentTritonEmitter,
 }
-# Neither tracing nor the import of generated source is thread-safe.
-_compiling = threading.RLock()
 _by_signature: dict[tuple[Any, ...], Program] = {}
 _by_name: dict[str, Program] = {}
 
@@ -244,6 +249,56 @@ def sizes_of(name: str) -> tuple[tuple[bool, ...], int]:
     its states."""
     step = program(name).step
     return step.binary, len(step.states)
+
+
+@constant_result
+def follows_input(name: str) -> bool:
+    """See `Program.follows_input`."""
+    return program(name).follows_input
+
+
+@cache
+def _requires_grad(
+    name: str,
+    inputs: tuple[bool, ...],
+    states: tuple[bool, ...],
+    params: tuple[bool, ...],
+    num_steps: int,
+    feeds_back: bool = False,
+) -> tuple[bool, ...]:
+    """For each output and final state of a program, whether the eager loop's requires a gradient.
+
+    Args:
+        inputs, states, params: which of these do. The last parameters of the program are meant, and
+            with `feeds_back` the last state is the first output before the first step.
+    """
+    own = program(name)
+    step, paths = own.step, own.reverse.paths
+    if not own.is_differentiable and not own.definition._selected:
+        warnings.warn(
+            f"no output of {step.name}.step has a gradient, so nothing before it learns from its "
+            "outputs: make spikes with a surrogate, as in self.surrogate(v - threshold), not with "
+            "a comparison",
+            stacklevel=4,
+        )
+    names, first, split = step.graph.inputs, len(step.inputs), len(step.inputs) + len(step.states)
+    tensors = [names[split + step.params.index(p)] for p in own.params(SCALAR, CHANNEL)]
+    fixed = {*compress(names[:first], inputs), *compress(tensors[-len(params) :], params)}
+    alive, is_fed = [*compress(names[first:split], states)], feeds_back and any(states[-1:])
+    outputs = [False] * step.num_outputs
+    for _ in range(num_steps):
+        known = fixed.union(alive, names[:1] if is_fed else ())
+        found = [not path.isdisjoint(known) for path in paths]
+        outputs = [*map(operator.or_, outputs, found)]
+        finals, is_fed = found[step.num_outputs :], feeds_back and found[0]
+        alive = [*compress(names[first:split], finals)]
+    return (*outputs, *finals)
+
+
+@constant_result
+def requires_grad(name: str, *flags: Any) -> tuple[bool, ...]:
+    """See `_requires_grad`, whose cache torch.compile would trace through."""
+    return _requires_grad(name, *flags)
 
 
 def kinds_of(values: Mapping[str, float | Tensor]) -> Kinds:
@@ -267,23 +322,32 @@ def prepare(definition: Neuron, backend: str, statics: tuple[Any, ...], kinds: K
     found = _by_signature.get(signature)
     if found is not None:
         return found
-    with _compiling:
+    with compiling:
         step, reverse, model = _without_modes(_trace, definition, dict(kinds))
         used = tuple(dict(kinds)[name] for name in step.params)
         made = Program(step, reverse, backend, used, model)
         return _by_signature.setdefault(signature, _by_name.setdefault(made.name, made))
 
 
+def check_compiles(definition: Neuron) -> None:
+    """Trace a definition and its derivatives, whatever its tensors are.
+
+    Raises:
+        UnsupportedOperation: kernels do not support an operation.
+    """
+    with compiling:
+        _without_modes(_trace, definition, dict(kinds_of(definition.values())))
+
+
 def _without_modes(trace: Callable[..., T], *args: Any) -> T:
     """Call a function that traces, outside PyTorch's modes, hooks and transforms."""
     # They belong to the caller's thread, so trace in another.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(trace, *args).result()
+    return on_thread(trace, *args)
 
 
 def traced(definition: Neuron) -> Step:
     """One step of a definition, without its derivatives; see `trace_step`."""
-    with _compiling:
+    with compiling:
         return _without_modes(trace_step, definition)
 
 
@@ -299,7 +363,7 @@ def _trace(definition: Neuron, kinds: dict[str, str]) -> tuple[Step, Reverse, Ne
 def skeleton(definition: Neuron) -> Neuron:
     """A copy of a definition that holds none of its tensors, but others of the same dims."""
     values: dict[str, Any] = {
-        name: value if isinstance(value, float) else torch.zeros((1,) * value.ndim)
+        name: value if isinstance(value, float) else torch.zeros((2,) * value.ndim)
         for name, value in definition.values().items()
     }
     copy = bind(definition, values)

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from spikefuse._torch import keeps_graph
 from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, with_outputs
+from spikefuse.scan.checks import check_backend
 from spikefuse.scan.execution import execution_of, launcher_of
 from spikefuse.scan.microbatches import Gradients
-from spikefuse.scan.op import Call, Needs, check_backend, choose, execute, register
+from spikefuse.scan.op import Call, Needs, choose, execute, register
 from spikefuse.scan.program import FLOAT, Operands, kinds_of, prepare, program
 from spikefuse.scan.records import Arguments, MaybeTensors, Results, Tensors, Wanted
 
@@ -65,6 +66,7 @@ class RecurrentCall(Call):
 
     op = "recurrent"
     replaced = 1
+    feeds_back = True
 
     def forward(
         self, arguments: Arguments[Tensor], wanted: Wanted, ahead: bool = False

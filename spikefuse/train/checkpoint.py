@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pickletools
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +36,19 @@ EARLIER = {"decay_all": True}
 LAST = "last.ckpt"
 BEST = "best.ckpt"
 LOCK = ".lock"
+
+# Entries of an archive of torch.save, below a folder; and what a pickle in it may name. PyTorch
+# allows more, such as torch.Tensor(size) and bytearray(size), which allocate any size, and storages
+# without a dtype, which tensors of rare dtypes (uint16, float8) need: such are not read.
+ENTRY = re.compile(
+    r"([^/]+)/(data\.pkl|data/\d+|version|byteorder|\.format_version|\.storage_alignment"
+    r"|\.data/serialization_id)"
+)
+GLOBAL = re.compile(
+    r"collections (OrderedDict|Counter)|builtins set"
+    r"|torch\._utils _rebuild_(tensor_v2|parameter)"
+    r"|torch (\w+Storage|Size|device|b?float\d\w*|u?int\d+|bool)"
+)
 
 EpochMetrics = dict[str, float]
 
@@ -99,6 +114,11 @@ class LoadedRun:
     resumable: bool
 
 
+def in_folder(path: Path, name: str) -> Path:
+    """Return the checkpoint of a name in a run's folder, or the path itself if it is no folder."""
+    return path / name if path.is_dir() else path
+
+
 def load(path: Path, names: Mapping[str, str | None] | None = None) -> LoadedRun:
     """Load a checkpoint without executing any code in it, or named by it.
 
@@ -116,8 +136,7 @@ def load(path: Path, names: Mapping[str, str | None] | None = None) -> LoadedRun
         own.register(setting, given[setting])
     hint = f"expected {LAST} or {BEST} from a run of spikefuse train"
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise ConfigError(f"checkpoint {path} {what}: {hint}")
+        raise ConfigError(f"checkpoint {path} does not exist: {hint}")
     try:
         file = io.BytesIO(path.read_bytes())
     except OSError as error:
@@ -156,18 +175,47 @@ def load(path: Path, names: Mapping[str, str | None] | None = None) -> LoadedRun
 
 
 def _damaged_entry(file: io.BytesIO) -> str | None:
-    """Return the name of an entry with a wrong checksum: torch.load does not verify them."""
+    """Return the name of an entry with a wrong checksum: torch.load does not verify them.
+
+    Raises:
+        ValueError: the file is not as torch.save writes it, so that torch.load might see another
+            content than is checked here, or it calls what may allocate any size.
+    """
     with ZipFile(file) as archive:
         entries = archive.infolist()
         stored = all(entry.compress_type == ZIP_STORED for entry in entries)
         if not stored or sum(entry.file_size for entry in entries) > file.getbuffer().nbytes:
             raise ValueError("its content is larger than the file")
-        for entry in entries:  # no checkpoint has one: it would be allocated with any size
-            if entry.filename.endswith("/data.pkl") and b"bytearray" in archive.read(entry):
-                raise ValueError("it has a bytearray")
+        names = [ENTRY.fullmatch(entry.filename) for entry in entries]
+        parts = {(name[1], name[2]) for name in names if name}
+        if len(parts) < len(entries) or len({root for root, _ in parts}) != 1:
+            raise ValueError("it has entries of other names, or several of one name")
+        if _directory_offset(file.getvalue()) != archive.start_dir:
+            raise ValueError("it holds several archives")
+        for entry in entries:
+            if entry.filename.endswith("/data.pkl"):
+                _check_pickle(archive.read(entry))
         name = archive.testzip()
     file.seek(0)
     return name
+
+
+def _directory_offset(content: bytes) -> int:
+    """Return where the directory of an archive begins, as its last bytes say, or -1."""
+    if content[:4] != b"PK\3\4" or content[-22:-18] != b"PK\5\6":
+        return -1
+    if content[-42:-38] != b"PK\6\7":
+        return int.from_bytes(content[-6:-2], "little")
+    is_adjacent = int.from_bytes(content[-34:-26], "little") == len(content) - 98
+    return int.from_bytes(content[-50:-42], "little") if is_adjacent else -1
+
+
+def _check_pickle(content: bytes) -> None:
+    """Refuse calls and classes that torch.load allows, but no checkpoint has."""
+    for opcode, argument, _ in pickletools.genops(content):
+        is_name = opcode.name in ("GLOBAL", "INST")
+        if opcode.proto > 2 or (is_name and not GLOBAL.fullmatch(str(argument))):
+            raise ValueError(f"{opcode.name} {argument}")
 
 
 def same_types(saved: Any, known: Any) -> bool:

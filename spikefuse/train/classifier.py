@@ -368,17 +368,6 @@ class Classifier(pl.LightningModule):
         schedulers = self.lr_schedulers()  # None, one, or a list
         return schedulers if isinstance(schedulers, list) else [schedulers] if schedulers else []
 
-    def _check_finite(self, loss: float) -> None:
-        """Raise an error after an epoch whose loss or weights are not finite."""
-        values = {"the loss": torch.tensor(loss), **dict(self.named_parameters())}
-        for name, value in values.items():
-            if not value.isfinite().all():
-                raise FloatingPointError(
-                    f"{name} has NaN or infinite values after epoch {self.current_epoch + 1}, step "
-                    f"{self.global_step}: lower lr, set clip, or look for NaN in the inputs, for "
-                    "which neurons give no spikes"
-                )
-
     def images_per_second(self) -> float:
         """Return the training speed of all processes since the epoch began or was resumed."""
         seconds = time.perf_counter() - self._clock
@@ -393,7 +382,6 @@ class Classifier(pl.LightningModule):
     def on_validation_epoch_start(self) -> None:
         # Reading the totals first waits for the device, which is part of the measured time.
         loss, accuracy = self.totals.reduced(self.processes, self.device).mean()
-        self._check_finite(loss)
         self._row = {
             "epoch": self.current_epoch + 1,
             "step": self.global_step,
@@ -416,8 +404,30 @@ class Classifier(pl.LightningModule):
         row = {"val_loss": loss, "val_accuracy": accuracy}
         if self.trainer.state.fn == "fit":
             row = {**self._row, **row}
+            self._check_finite(row)
             self.history.append(row)
         self.log_dict({name: row[name] for name in row if name not in ("epoch", "step")})
+
+    def _check_finite(self, row: EpochMetrics) -> None:
+        """Stop a run that cannot recover: a loss or a parameter is infinite or NaN.
+
+        Neurons whose potential is NaN never fire, so that the loss may be finite nevertheless.
+
+        Raises:
+            FloatingPointError: with the names of both.
+        """
+        wrong = [
+            f"{n} is {row[n]}" for n in ("train_loss", "val_loss") if not math.isfinite(row[n])
+        ]
+        names, parameters = zip(*self.net.named_parameters(), strict=True)
+        finite = torch.stack([p.detach().isfinite().all() for p in parameters]).tolist()
+        wrong += [f"{n} is not finite" for n, ok in zip(names, finite, strict=True) if not ok][:1]
+        if wrong:
+            raise FloatingPointError(
+                f"after epoch {row['epoch']:.0f}, {' and '.join(wrong)}: lower the learning rate, "
+                "clip gradients (--clip), or check the examples for such values, for which neurons "
+                "give no spikes"
+            )
 
     def on_test_epoch_start(self) -> None:
         self.eval_totals = MetricTotals()

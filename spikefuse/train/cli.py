@@ -7,6 +7,7 @@ import csv
 import difflib
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -48,7 +49,7 @@ examples:
       --epochs 5 --batch-size 100 --shift 0
   spikefuse train --config configs/temporal-fusion-mnist-resnet18.yaml --download
   spikefuse train --model my_code:small --dataset my_code:shapes          code in my_code.py, here
-  spikefuse train --resume runs/digits-conv-1/last.ckpt
+  spikefuse train --resume runs/digits-conv-1
   torchrun --nproc_per_node 2 -m spikefuse train --batch-size 64
   torchrun --nproc_per_node 4 -m spikefuse train --time-ranks 2 --data-ranks 2 -T 32
   tensorboard --logdir runs
@@ -139,7 +140,7 @@ def _add_train(commands: Any) -> None:
         help="file of options; the command line overrides it",
     )
     group.add_argument(
-        "--resume", type=Path, metavar="CKPT", help="checkpoint of the run to continue"
+        "--resume", type=Path, metavar="CKPT", help="checkpoint, or folder, of the run to continue"
     )
     _add_run_options(group, *(f.name for f in fields(RunOptions)))
 
@@ -189,7 +190,10 @@ def _add_eval(commands: Any) -> None:
 def _add_checkpoint(command: argparse.ArgumentParser) -> None:
     """Add the checkpoint, and the options that allow it to use a user's own code."""
     command.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="best.ckpt or last.ckpt of a run"
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="best.ckpt or last.ckpt of a run, or its folder, for best.ckpt",
     )
     for name, form in (("model", "module:builder"), ("dataset", "module:dataset")):
         text = f"your own {name} of the run, which is imported and so executes code"
@@ -231,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except (ConfigError, DataError) as error:
         if _main_process():
-            output.complain(f"{command}: error: {error}")
+            output.complain(f"{command}: error: {_as_typed(str(error))}")
         else:
             # torchrun stops all processes when one exits: let the main one report the error first.
             time.sleep(PATIENCE_SECONDS)
@@ -260,6 +264,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return USER_ERROR
 
 
+def _as_typed(message: str) -> str:
+    """Name options as on the command line: "batch_size is 0" becomes "--batch-size is 0"."""
+    if message.startswith("config "):  # of a recipe, which names settings as fields
+        return message
+    names = [f.name for kind in (TrainConfig, RunOptions) for f in fields(kind)]
+    long = "|".join(name for name in names if "_" in name)
+    first = rf"^(?:{'|'.join(names)})(?= (?:is|are|needs) )"
+    option = rf"(?<![\w/.'-])(?:{long})(?![\w/.'=(])"
+    return re.sub(f"{first}|{option}", lambda m: f"--{m[0].replace('_', '-')}", message)
+
+
 def _out_of_memory(error: Exception) -> bool:
     known = "can't allocate memory", "out of memory", "Storage size calculation overflowed"
     return isinstance(error, MemoryError) or any(text in str(error) for text in known)
@@ -279,6 +294,7 @@ def _train(arguments: argparse.Namespace) -> int:
     _resume_after_restart(arguments, checkpoint.LAST)
     resumed = None
     if arguments.resume is not None:
+        arguments.resume = checkpoint.in_folder(arguments.resume, checkpoint.LAST)
         resumed = checkpoint.load(arguments.resume)
         config = _resumed_config(resumed.config, given, arguments)
     options = RunOptions(**{f.name: getattr(arguments, f.name) for f in fields(RunOptions)})
@@ -326,7 +342,8 @@ def _resumed_config(
 def _eval(arguments: argparse.Namespace) -> int:
     from spikefuse.train import checkpoint, run
 
-    loaded = checkpoint.load(arguments.checkpoint, _own_names(arguments))
+    path = checkpoint.in_folder(arguments.checkpoint, checkpoint.BEST)
+    loaded = checkpoint.load(path, _own_names(arguments))
     if "fuse" in arguments:
         # Evaluation has no backward pass, so the memory policy of training need not apply.
         own = {"fuse": arguments.fuse, "memory": "recompute"}

@@ -81,9 +81,9 @@ class DataModule(pl.LightningDataModule):
             parts = data.split(rest, VALIDATION_FRACTION, VALIDATION_SEED)
             if len(parts[1]) == 0:
                 raise DataError(
-                    f"the dataset {config.dataset} has {len(rest)} training examples, too few of "
-                    "each class to hold out a tenth for validation: add some, or read (training, "
-                    "validation, test)"
+                    f"the dataset {config.dataset} has {len(rest)} training examples, too few to "
+                    "hold out a tenth for validation: add some, or read (training, validation, "
+                    "test)"
                 )
         self.training, self.validation = parts
         if config.batch_size > len(self.training):

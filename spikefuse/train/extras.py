@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,16 @@ class MovingAverage(WeightAveraging):
             model.n_averaged = model.n_averaged.cpu()  # Python reads it before each update
 
 
+def check_logger(name: str) -> None:
+    """Raise ConfigError unless there is a logger of this name; import a user's own."""
+    if own.is_reference(name):
+        own.import_attribute("logger", name)
+    elif name not in LOGGERS:
+        near = difflib.get_close_matches(name, LOGGERS, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"unknown logger {name!r}: {hint}choose one of {', '.join(LOGGERS)}")
+
+
 def make_logger(name: str, directory: Path, config: TrainConfig) -> loggers.Logger:
     """Make a logger, and log the settings of the run.
 
@@ -63,6 +74,7 @@ def make_logger(name: str, directory: Path, config: TrainConfig) -> loggers.Logg
     Raises:
         ConfigError: there is no such logger, or it is not installed.
     """
+    check_logger(name)
     if own.is_reference(name):
         logger = own.import_attribute("logger", name)(directory)
         if not isinstance(logger, loggers.Logger):
@@ -70,14 +82,12 @@ def make_logger(name: str, directory: Path, config: TrainConfig) -> loggers.Logg
                 f"logger is {name}, which has returned a {type(logger).__name__}: expected a "
                 "lightning.pytorch.loggers.Logger"
             )
-    elif name in LOGGERS:
+    else:
         places = {"save_dir", "root_dir"} & inspect.signature(LOGGERS[name]).parameters.keys()
         try:
             logger = LOGGERS[name](**{place: str(directory) for place in places})
         except ModuleNotFoundError as error:
             what = " ".join(str(error).split())
             raise ConfigError(f"logger is {name}, whose package is missing ({what})") from error
-    else:
-        raise ConfigError(f"unknown logger {name!r}: choose one of {', '.join(LOGGERS)}")
     logger.log_hyperparams(config.to_dict())
     return logger

@@ -12,6 +12,8 @@ from typing import Any
 
 # Of whole numbers but the seed: what PyTorch and the libraries below it count in 32 bits.
 COUNT_LIMIT = 2**31
+# Magnitudes that float32, in which everything is computed, holds with a factor of 10 to spare.
+SMALLEST, LARGEST = 1e-37, 1e37
 
 
 class ConfigError(ValueError):
@@ -87,7 +89,8 @@ def _check(name: str, value: Any, kind: type, allowed: Any) -> None:
     if kind is str:
         if not isinstance(value, str) or (allowed is not None and value not in allowed):
             word = value.lower() if isinstance(value, str) else ""
-            near = difflib.get_close_matches(word, allowed or (), 1)
+            begun = [name for name in allowed or () if word and name.startswith(word)]
+            near = begun or difflib.get_close_matches(word, allowed or (), 1)
             hint = f"did you mean {near[0]}? " if near else ""
             if name == "dataset" and isinstance(value, str) and os.sep in value:
                 hint = "data_dir names the folder of the files, and dataset what they hold: "
@@ -105,6 +108,8 @@ def _check(name: str, value: Any, kind: type, allowed: Any) -> None:
         finite = kind is int or (isinstance(value, types) and _finite(value))
         if not isinstance(value, types) or isinstance(value, bool) or not finite:
             raise ConfigError(f"{found} a {noun}")
+        if kind is float and not (value == 0 or SMALLEST <= abs(value) <= LARGEST):
+            raise ConfigError(f"{found} a number from {SMALLEST:g} to {LARGEST:g}, or 0")
         if not accepts(value):
             raise ConfigError(f"{found} {text.format(noun)}")
         if kind is int and value >= COUNT_LIMIT and name != "seed":

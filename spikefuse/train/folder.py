@@ -30,6 +30,7 @@ def make(
     outcome: Any = None
     if processes.main:
         try:
+            _check_name(resumed.path.parent if resumed else options.out or RUNS)
             if resumed is None:
                 outcome = _new_directory(config, options)
             else:
@@ -45,6 +46,16 @@ def make(
     if isinstance(outcome, ConfigError):
         raise outcome
     return outcome
+
+
+def _check_name(directory: Path) -> None:
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"the name of the folder {str(directory)!r} is not UTF-8, which TensorBoard needs: "
+            "rename it, or choose another with --out"
+        ) from None
 
 
 def _resumed_directory(config: TrainConfig, resumed: LoadedRun) -> Path:
@@ -90,11 +101,10 @@ def remove(directory: Path, existed: bool) -> None:
             path.unlink(missing_ok=True)
 
 
-def with_advice(
-    error: OSError | DataError, config: TrainConfig, directory: Path
-) -> OSError | DataError:
-    """Return an error of a file, with what was saved, and the options that resume from it."""
-    kind = DataError if isinstance(error, DataError) else OSError
+def with_advice(error: Exception, config: TrainConfig, directory: Path) -> Exception:
+    """Return an error of a run, with what was saved, and the options that resume from it."""
+    kinds = DataError, FloatingPointError, OSError
+    kind = next(kind for kind in kinds if isinstance(error, kind))
     last = directory / LAST
     if not last.exists():
         return kind(f"{error}; nothing was saved")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
 import os
 import sys
 
@@ -23,10 +25,16 @@ def complain(text: str) -> None:
 
 
 def open_closed_streams() -> None:
-    """Send the standard streams that the shell has closed nowhere."""
+    """Send the standard streams that the shell has closed nowhere; let others print any name.
+
+    Names of files may be any bytes: those that are not UTF-8 are printed as they are.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        is_utf8 = codecs.lookup(sys.stdout.encoding).name == "utf-8"
+        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "backslashreplace")
 
 
 def flush() -> None:

@@ -99,7 +99,7 @@ def load(
     module executes it.
 
     Args:
-        path: `best.ckpt` or `last.ckpt` of a run.
+        path: `best.ckpt` or `last.ckpt` of a run, or its folder, for `best.ckpt`.
         device: where the network goes; "auto" is CUDA if available.
         model: your own model, "module:builder", found from the working directory.
         dataset: your own dataset, "module:dataset".
@@ -110,7 +110,8 @@ def load(
             there is no such device.
     """
     device = find_device(device)
-    loaded = checkpoint.load(Path(path).expanduser(), {"model": model, "dataset": dataset})
+    file = checkpoint.in_folder(Path(path).expanduser(), checkpoint.BEST)
+    loaded = checkpoint.load(file, {"model": model, "dataset": dataset})
     with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten
         network = TrainedNetwork(loaded.config)
     checkpoint.load_weights(network, loaded)

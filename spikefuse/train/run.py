@@ -33,7 +33,7 @@ from spikefuse.train.checkpoint import BEST, LAST, LoadedRun, load, load_weights
 from spikefuse.train.classifier import LIGHTNING_PRECISION, Classifier, best_epoch
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.data_module import DataModule
-from spikefuse.train.extras import make_logger, optional_callbacks
+from spikefuse.train.extras import check_logger, make_logger, optional_callbacks
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.output import show
 from spikefuse.train.plots import plot_curves, plot_raster
@@ -61,6 +61,7 @@ def train(
         ConfigError, DataError: a setting or a file is invalid, or another process trains in the
             folder. Nothing has been written, unless an example or the run's own best.ckpt turns out
             to be invalid after the first epoch.
+        FloatingPointError: a loss is not finite; the message names what is not, where possible.
         OSError: a file cannot be written; the message names the checkpoint to resume from.
         RunInterrupted: a signal stopped the run.
     """
@@ -74,6 +75,8 @@ def _train(
     resumed: LoadedRun | None,
     held: contextlib.ExitStack,
 ) -> dict[str, Any]:
+    if options.logger is not None:
+        check_logger(options.logger)
     processes = Processes.started(options.time_ranks)
     device = _device(options.device, config.precision, processes)
     _check_device(config, device)
@@ -101,7 +104,8 @@ def _train(
             saved = (directory / LAST).exists()
             if processes.main and resumed is None and not saved:
                 folder.remove(directory, existed)
-            if isinstance(error, OSError) or (isinstance(error, DataError) and saved):
+            late = (OSError, DataError, FloatingPointError) if saved else OSError
+            if isinstance(error, late):
                 raise folder.with_advice(error, config, directory) from error
             raise
         seconds = time.perf_counter() - start
@@ -124,7 +128,7 @@ def _train(
     module.detach_processes()
     try:
         return _finish(module, examples.test, device, directory, facts)
-    except (OSError, DataError) as error:
+    except (OSError, DataError, FloatingPointError) as error:
         raise folder.with_advice(error, config, directory) from error
     except KeyboardInterrupt:
         raise RunInterrupted(signal.SIGINT, directory / LAST) from None
@@ -359,6 +363,8 @@ def _finish(
         )
     load_weights(module, loaded)
     loss, accuracy = _test(module, test, device)
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss of the test is {loss}: check its examples")
     result = {
         "test_accuracy": accuracy,
         "test_loss": loss,

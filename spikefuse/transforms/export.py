@@ -13,7 +13,8 @@ from torch.jit import TracerWarning  # type: ignore[attr-defined]
 
 from spikefuse.block.block import Block
 from spikefuse.events.linear import EventLinear
-from spikefuse.neurons.definition import Neuron, States
+from spikefuse.graph.fuse import run_fused
+from spikefuse.neurons.definition import Neuron, States, first_states
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.nesting import map_tensors
 from spikefuse.nn.neuron import check_module
@@ -62,8 +63,8 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
     result = copy.deepcopy(net).eval().requires_grad_(False)
     inside = {m for t in result.modules() if isinstance(t, Temporal) for m in t.net.modules()}
     for name, module in result.named_modules():
-        if hasattr(vars(module).get("forward"), "captured"):
-            del module.forward  # of `spikefuse.fuse`
+        if getattr(vars(module).get("forward"), "func", None) is run_fused:
+            del module.forward
         if not isinstance(module, Temporal | Neuron | Recurrent | Feedback | Block):
             continue
         if "impl" in inspect.signature(module.forward).parameters:
@@ -122,13 +123,12 @@ class ExportedStep(nn.Module):
         super().__init__()
         self.net, self._dim = net, int(net.batch_first)
         fed_back = [m.neuron for m in net.modules() if isinstance(m, Recurrent | Feedback)]
-        #: The values at rest by state, by neuron.
-        self._rest: dict[str, dict[str, float]] = {}
+        #: The names of the states by neuron.
+        self._states: dict[str, list[str]] = {}
         for name, neuron in net.neurons().items():
-            self._rest[name] = {s: state.initial for s, state in neuron.states.items()}
-            if any(neuron is other for other in fed_back):
-                self._rest[name]["spikes"] = 0.0
-        self.state_names = tuple(f"{n}.{s}" for n, rest in self._rest.items() for s in rest)
+            is_fed_back = any(neuron is other for other in fed_back)
+            self._states[name] = [*neuron.states, *(["spikes"] if is_fed_back else [])]
+        self.state_names = tuple(f"{n}.{s}" for n, names in self._states.items() for s in names)
         self.input_names = ("x", *self.state_names)
         self.output_names = ("output", *(f"next.{name}" for name in self.state_names))
 
@@ -141,22 +141,27 @@ class ExportedStep(nn.Module):
                     f"({', '.join(self.state_names)}), or none to start from rest"
                 )
             given = iter(states)
-            state = {n: tuple(next(given) for _ in v) for n, v in self._rest.items()}
+            state = {n: tuple(next(given) for _ in v) for n, v in self._states.items()}
         y, finals = self.net(x.unsqueeze(self._dim), state=state, return_state=True)
-        for name, rest in self._rest.items():
-            if len(finals[name]) != len(rest):
+        for name, names in self._states.items():
+            if len(finals[name]) != len(names):
                 raise ValueError(
                     f"neuron '{name}' is not called, so it has no next state: remove it"
                 )
         y = map_tensors(lambda t: t.squeeze(self._dim), y)
-        return y, *(s for name in self._rest for s in finals[name])
+        return y, *(s for name in self._states for s in finals[name])
 
     @torch.no_grad()
     def initial_states(self, x: Tensor) -> States:
         """Return the states at rest for inputs of the shape of `x`, to export the step with."""
-        values = [value for rest in self._rest.values() for value in rest.values()]
         _, *states = self(x)
-        return tuple(torch.full_like(s, value) for s, value in zip(states, values, strict=True))
+        finals, neurons = iter(states), self.net.neurons()
+        found: list[Tensor] = []
+        for name, names in self._states.items():
+            own, neuron = [next(finals) for _ in names], neurons[name]
+            first = first_states(neuron, neuron.values(), own[0]) if neuron.states else ()
+            found += [*first, *map(torch.zeros_like, own[len(first) :])]
+        return tuple(found)
 
 
 def _use_reference(

@@ -14,6 +14,10 @@ from torch.optim import Optimizer
 from spikefuse._torch import version
 from spikefuse.graph import capture
 
+#: Settings of a group of parameters that recorded steps do not depend on where they read the rate
+#: from the GPU: a step makes its optimizers capturable.
+OURS = "lr", "initial_lr", "capturable"
+
 
 class LearningRates:
     """The learning rates of optimizers: tensors while a step runs or is recorded, so that a replay
@@ -76,7 +80,7 @@ class LearningRates:
             (name, _constant(value))
             for _, group, is_read in self.groups()
             for name, value in group.items()
-            if name != "params" and not (is_read and name in ("lr", "initial_lr"))
+            if name != "params" and not (is_read and name in OURS)
         )
 
 

@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+from spikefuse.neurons.parameters import NUMBERS
 from spikefuse.neurons.surrogate import Surrogate
 
 
@@ -16,8 +17,6 @@ class Scale(nn.Module):
 
     Shapes: `x`, `y`: `[B, ...]`; `scale`, a buffer: any shape that broadcasts to one of x's rows.
     """
-
-    is_leaf = True  # of traced graphs
 
     def __init__(self, scale: Tensor | float) -> None:
         super().__init__()
@@ -37,8 +36,6 @@ class Threshold(nn.Module):
     Shapes: `x`, the spikes: `[B, ...]`; `threshold`, a buffer: any shape that broadcasts to one of
     x's rows.
     """
-
-    is_leaf = True  # of traced graphs
 
     def __init__(self, threshold: Tensor | float, surrogate: Surrogate) -> None:
         super().__init__()
@@ -71,7 +68,7 @@ def check_dt(dt: float) -> float:
     Raises:
         TypeError, ValueError: it is not a positive finite number.
     """
-    if isinstance(dt, bool) or not isinstance(dt, int | float):
+    if isinstance(dt, bool) or not isinstance(dt, NUMBERS):
         raise TypeError(f"dt is {dt!r}: expected the duration of a time step, a number")
     if not 0 < dt < math.inf:
         raise ValueError(f"dt is {dt!r}: expected a positive finite number")

@@ -21,6 +21,7 @@ from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.surrogate import Sigmoid, Surrogate
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.recurrent import Recurrent
+from spikefuse.transforms import nir_file
 from spikefuse.transforms.converters.common import Above, Refusal
 from spikefuse.transforms.converters.norse import SynapticLI
 from spikefuse.transforms.nir_layers import Scale, Threshold, check_dt, package
@@ -49,7 +50,8 @@ def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx
     biases in it are added at every step. Graphs inside the graph are flattened.
 
     The result computes one time step: `Temporal(from_nir(path, dt=1e-4))(x)` takes x `[T, B, ...]`.
-    Its modules have the names of the nodes, with "_" for what Python does not allow.
+    Its modules have the names of the nodes, with "_" for what Python does not allow. A file is read
+    in a process of its own, with limits of time and of memory.
     Weights are parameters in PyTorch's default dtype.
 
     Args:
@@ -60,10 +62,12 @@ def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx
 
     Raises:
         ModuleNotFoundError: nir is not installed.
+        OSError: the file can't be read.
         TypeError: an argument has the wrong type.
-        ValueError: `dt` is not positive, or the graph has nodes or cycles without an equivalent:
-            `Delay`, several inputs or outputs, parameters that differ within a channel, time
-            constants below `dt`, cycles through several neurons. The error lists all of them.
+        ValueError: `dt` is not positive, the file is damaged, or the graph has nodes or cycles
+            without an equivalent: `Delay`, several inputs or outputs, parameters that differ within
+            a channel, time constants below `dt`, cycles through several neurons. The error lists
+            all of them.
 
     Source: Pedersen et al., "Neuromorphic intermediate representation: A unified instruction set
     for interoperable brain-inspired computing", Nature Communications 15, 2024.
@@ -71,12 +75,23 @@ def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx
     nir, dt = package(), check_dt(dt)
     if not isinstance(surrogate, Surrogate | None):
         raise TypeError(f"surrogate is {surrogate!r}: expected a surrogate like Sigmoid(4.0)")
+    source = "the graph"
     if isinstance(graph, str | os.PathLike):
-        # Its check of types refuses parameters with one value for all neurons.
-        graph = nir.read(graph, type_check=False)
+        source, graph = f"the graph in {os.fspath(graph)}", _graph_in(graph)
     if not isinstance(graph, nir.NIRGraph):
         raise TypeError(f"graph is a {type(graph).__name__}: expected a nir.NIRGraph, or a path")
-    return _Reader(dt, Sigmoid() if surrogate is None else surrogate).read(graph)
+    return _Reader(dt, Sigmoid() if surrogate is None else surrogate, source).read(graph)
+
+
+def _graph_in(path: str | os.PathLike[str]) -> Any:
+    # The check of types refuses parameters with one value for all neurons.
+    content = {**nir_file.load(path), "type_check": False}
+    try:
+        return package().dict2NIRNode(content)
+    except Exception as error:  # nir asserts, and looks up what may be missing
+        raise ValueError(
+            f"{path} is damaged, or not a file of nir.write ({type(error).__name__}: {error})"
+        ) from error
 
 
 @dataclass
@@ -90,21 +105,24 @@ class _LayerModule:
 class _Reader:
     """The layers of a graph, and what has none."""
 
-    def __init__(self, dt: float, surrogate: Surrogate) -> None:
-        self.dt, self.surrogate = dt, surrogate
+    def __init__(self, dt: float, surrogate: Surrogate, source: str) -> None:
+        self.dt, self.surrogate, self.source = dt, surrogate, source
         self.refused: list[str] = []
         self.layers: dict[str, _LayerModule] = {}
 
     def check(self) -> None:
         """Raise an error if something was refused."""
         if self.refused:
-            raise _error(self.refused)
+            lines = "".join(f"\n- {line}" for line in self.refused)
+            raise ValueError(f"{self.source} has no equivalent network:{lines}")
 
     def read(self, graph: Any) -> fx.GraphModule:
         try:
             nodes, edges = _flattened(graph, "")
         except Refusal as refusal:
-            raise _error([str(refusal)]) from None
+            nodes, edges = {}, []
+            self.refused.append(str(refusal))
+        self.check()
         unknown = {name for edge in edges for name in edge} - nodes.keys()
         if unknown:
             self.refused.append(f"edges name {sorted(unknown)}, which are not nodes")
@@ -156,8 +174,9 @@ class _Reader:
             else:
                 raise Refusal(REASONS.get(kind, "no equivalent of it is known"))
             self.layers[name] = layer
-        except (Refusal, ValueError) as error:
-            self.refused.append(f"'{name}' ({kind}): {error}")
+        except Exception as error:  # the values of a node may be anything
+            what = str(error) or type(error).__name__
+            self.refused.append(f"'{name}' ({kind}): {what}")
 
     def loop(self, members: list[str], edges: Edges) -> Edges:
         """Turn a cycle of one neuron into a layer with its name; return the other edges."""
@@ -186,11 +205,6 @@ class _Reader:
             returned = nn.Sequential(returned, Scale(_tensor(factor)))
         neuron.module = Feedback(returned, neuron.module)  # type: ignore[arg-type]
         return rest
-
-
-def _error(refused: list[str]) -> ValueError:
-    lines = "".join(f"\n- {line}" for line in refused)
-    return ValueError(f"the graph has no equivalent network:{lines}")
 
 
 def _recurrent(neuron: Any, linear: nn.Linear, factor: np.ndarray | None) -> Recurrent:

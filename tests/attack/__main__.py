@@ -1,4 +1,4 @@
-"""Attack the library with random definitions, networks, events, damaged files and faults.
+"""Attack the library with random definitions, networks, events, damaged files, faults and folders.
 
     python -m tests.attack --minutes 10              # every kind, seeds from the clock
     python -m tests.attack --kinds files --seed 17 --cases 1    # repeats a finding
@@ -23,7 +23,7 @@ from typing import Any
 
 from tests.attack.worker import work
 
-KINDS = ("definitions", "networks", "events", "files", "faults")
+KINDS = ("definitions", "networks", "events", "files", "faults", "folders")
 SECONDS = 900  # that a case may take on a busy machine: some start trainings, or compile a lot
 RENEWED = 300  # cases after which a process ends, with all the kernels that it loaded
 

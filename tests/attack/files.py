@@ -10,18 +10,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import nir
 import torch
+from torch import nn
 
+import spikefuse as sf
 from spikefuse.data import heidelberg
 from spikefuse.train import checkpoint
 from spikefuse.train.cli import main
+from spikefuse.transforms import nir_file
 from tests.data.readers import READERS, limited_memory, mutated
 
 SECONDS = 10
 # What has a checksum of its own or of ours: damage must not change what is read.
 CHECKED = {"IDX, compressed", "CIFAR-10, archive", "frames"}
 MUTATIONS = 20
-heidelberg.SECONDS = 5
+heidelberg.SECONDS = nir_file.SECONDS = 5
 
 
 @functools.cache
@@ -35,6 +39,20 @@ def trained() -> bytes:
 
 def read_checkpoint(path: Path) -> Any:
     return checkpoint.load(path).weights
+
+
+@functools.cache
+def graph() -> bytes:
+    """Return a file of NIR."""
+    path = Path(tempfile.mkdtemp(dir=Path.cwd())) / "net.nir"
+    layers = [nn.Conv2d(2, 3, 3, padding=1), nn.AvgPool2d(2), sf.LIF(0.9, 0.3), nn.Flatten()]
+    net = sf.Temporal(nn.Sequential(*layers, nn.Linear(12, 4), sf.Recurrent(sf.CubaLIF(), 4)))
+    nir.write(path, sf.to_nir(net, torch.zeros(1, 1, 2, 4, 4), dt=1e-3))
+    return path.read_bytes()
+
+
+def read_graph(path: Path) -> Any:
+    return dict(sf.from_nir(path, dt=1e-3).named_parameters())
 
 
 def same(a: Any, b: Any) -> bool:
@@ -54,9 +72,11 @@ def late(*args: object) -> None:
 
 def case(seed: int) -> list[str]:
     rng = random.Random(seed)
-    kind = rng.choice([*READERS, "checkpoint"])
+    kind = rng.choice([*READERS, "checkpoint", "NIR"])
     if kind == "checkpoint":
         name, good, read = "last.ckpt", trained(), read_checkpoint
+    elif kind == "NIR":
+        name, good, read = "net.nir", graph(), read_graph
     else:
         name, make, read = READERS[kind]
         good = make()

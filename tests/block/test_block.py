@@ -436,3 +436,19 @@ def test_double_backward_is_refused(training):
     (gradient,) = torch.autograd.grad(block(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward through a spikefuse neuron"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_an_empty_batch(is_training, backends):
+    for impl in (*backends.impls, "reference"):
+        block = sf.nn.Block(nn.BatchNorm2d(4), sf.PLIF(channels=4)).to(backends.device)
+        block.train(is_training)
+        x = torch.rand(3, 0, 4, 2, 2, device=backends.device, requires_grad=True)
+        y, states = block(x, return_state=True, impl=impl)
+        (y.sum() + states[0].sum()).backward()
+        assert (y.shape, states[0].shape, x.grad.shape) == (x.shape, x.shape[1:], x.shape)
+        assert all(p.grad.eq(0).all() for p in block.parameters() if p.grad is not None)
+        norm = block.norm
+        assert norm.running_mean.eq(0).all()
+        assert norm.running_var.eq(1).all()
+        assert norm.num_batches_tracked == int(is_training)

@@ -18,6 +18,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import spikefuse as sf
@@ -41,6 +42,14 @@ EXACT = (
     "torch.abs({a})",
     "torch.relu({a})",
     "torch.floor({a})",
+    "torch.ceil({a})",
+    "torch.round({a})",
+    "torch.trunc({a})",
+    "torch.fmod({a}, 0.75)",
+    "{a} % 1.25",
+    "torch.div({a}, 0.75, rounding_mode='floor')",
+    "F.leaky_relu({a}, 0.25)",
+    "{a} * torch.where({c}, 2, 3)",
     "torch.square({a})",
     "{a} ** 3",
     "{a} ** -2",
@@ -71,6 +80,20 @@ SMOOTH = (
     "torch.rsqrt(torch.abs({a}))",
     "torch.sigmoid({a})",
     "torch.tanh({a})",
+    "torch.sin({a})",
+    "torch.cos({a})",
+    "torch.erf({a})",
+    "torch.log2(torch.abs({a}))",
+    "torch.log1p(torch.abs({a}))",
+    "torch.expm1(torch.clamp({a}, max=4.0))",
+    "torch.hypot({a}, {b})",
+    "torch.atan2({a}, torch.abs({b}) + 0.5)",
+    "F.softplus({a})",
+    "F.silu({a})",
+    "F.gelu({a})",
+    "F.elu({a})",
+    "torch.lerp({a}, {b}, 0.25)",
+    "(torch.abs({a}) + 0.5) ** torch.clamp({b}, -4.0, 4.0)",
     "torch.clamp(torch.abs({a}), max=8.0) ** 1.7",
     "2.0 ** torch.clamp({a}, -4.0, 4.0)",
     "torch.where({e} > 0.0, torch.log({e}), {a})",
@@ -137,7 +160,7 @@ class Definition:
         return bool(re.search(r"/ torch\.abs\(\w+\)|reciprocal|sqrt|log", self.source))
 
     def build(self) -> sf.Neuron:
-        scope: dict = {"torch": torch, "sf": sf, "__name__": __name__}
+        scope: dict = {"torch": torch, "F": F, "sf": sf, "__name__": __name__}
         exec(self.source, scope)
         return scope["Drawn"]()
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import spikefuse as sf
@@ -22,6 +23,12 @@ LANGUAGE = {
     "sqrt": math.sqrt,
     "fma": lambda a, b, c: a * b + c,
     "floor": math.floor,
+    "round_even": round,
+    "fmod": math.fmod,
+    "log2": math.log2,
+    "sin": math.sin,
+    "cos": math.cos,
+    "erf": math.erf,
 }
 
 
@@ -90,6 +97,7 @@ UNARY = {
     "relu": torch.relu,
     "square": torch.square,
     "cube": lambda x: x**3,
+    "great power": lambda x: (x - 1.0) ** 65 + (x - 2.0) ** 66,
     "inverse square": lambda x: x**-2 + torch.reciprocal(x),
     "clamp": lambda x: torch.clamp(x, -0.5, 1.0),
     "clamp_min": lambda x: torch.clamp_min(x, 0.5),
@@ -97,6 +105,15 @@ UNARY = {
     "where": lambda x: torch.where(x > 0.25, x * x, 0.5 * x),
     "no gradient": lambda x: (x > 0.5).float() + x.detach(),
     "bool": lambda x: x * ((x > 0.1) & (x < 1.0)),
+    "rounded": lambda x: x * torch.round(x) + torch.ceil(x) + torch.trunc(x) * x,
+    "sin": lambda x: torch.sin(x) * torch.cos(x) + torch.tan(x),
+    "erf": torch.erf,
+    "log2": lambda x: torch.log2(torch.abs(x) + 0.5),
+    "log1p": lambda x: torch.log1p(torch.abs(x)),
+    "softplus": lambda x: F.softplus(x) + F.softplus(8.0 * x, 2.0, 5.0),
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "leaky_relu": F.leaky_relu,
     "2 ** x": lambda x: 2.0**x,
 }
 # These are defined for positive numbers.
@@ -117,6 +134,19 @@ BINARY = {
     "clamp": lambda x, y: torch.clamp(x, min=y),
     "where": lambda x, y: torch.where(x > y, x, y * x),
     "detach": lambda x, y: x * y.detach() + (x * y).detach(),
+    "fmod": lambda x, y: torch.fmod(x, y) * y,
+    "remainder": lambda x, y: torch.remainder(x, y) * x,
+    "rounded quotient": lambda x, y: x * torch.div(x, y, rounding_mode="floor"),
+    "power": lambda x, y: torch.abs(x) ** y,
+    "atan2": torch.atan2,
+    "hypot": torch.hypot,
+    "lerp": lambda x, y: torch.lerp(x, y, torch.abs(x) * 0.5) + torch.lerp(x, y, 0.25),
+}
+# Polynomials and exponentials of float32.
+APPROXIMATE = {
+    "expm1": lambda x: torch.expm1(0.25 * x) + torch.expm1(2.0 * x),
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "elu": lambda x: F.elu(x, 0.75),
 }
 
 
@@ -124,6 +154,12 @@ BINARY = {
 def test_one_argument(name):
     for x in (-2.0, -0.5, 0.25, 0.5, 0.8, 1.0, 1.5):
         assert_reverse(Unary(UNARY[name]), [x, 0.7])
+
+
+@pytest.mark.parametrize("name", APPROXIMATE)
+def test_one_argument_approximately(name):
+    for x in (-2.0, -0.5, 0.1, 1.5):
+        assert_reverse(Unary(APPROXIMATE[name]), [x, 0.7], 1e-3)
 
 
 @pytest.mark.parametrize("name", POSITIVE)

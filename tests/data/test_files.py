@@ -6,14 +6,18 @@ import dataclasses
 import functools
 import hashlib
 import http.server
+import os
+import pwd
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from spikefuse.data import DataError, files
 from spikefuse.data.files import DownloadSource, default_directory, locate, replacing
+from spikefuse.data.folder import read_image
 
 CONTENT = {"a.gz": b"first file", "b.gz": b"second file"}
 
@@ -110,3 +114,20 @@ def test_writers_of_one_file_do_not_share_a_temporary_file(tmp_path: Path) -> No
             other.write_text("another")
         assert path.read_text() == "another"
     assert path.read_text() == "one"
+
+
+@pytest.mark.parametrize("read", [files.read_bytes, lambda path: read_image(path, 8)])
+def test_what_is_no_regular_file_is_refused(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    """Reading a FIFO would wait for a writer."""
+    os.mkfifo(tmp_path / "3.png")
+    for path in (tmp_path / "3.png", tmp_path):
+        with pytest.raises(files.DataError, match=rf"cannot read {path}: it is not a regular"):
+            read(path)
+
+
+def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # KeyError
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert files.user_cache() == tmp_path / f"cache-{os.getuid()}" / "spikefuse"

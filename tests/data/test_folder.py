@@ -173,3 +173,10 @@ def test_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(data.DataError, match=r'pip install "spikefuse\[images\]"'):
         data.load("imagenet", tmp_path)
+
+
+def test_other_formats_of_pillow_are_refused(tmp_path: Path) -> None:
+    """A file of PostScript would start Ghostscript."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.jpg", "eps")
+    with pytest.raises(data.DataError, match=r"a\.jpg is damaged \(not an image: cannot identify"):
+        read_image(tmp_path / "a.jpg", 8)

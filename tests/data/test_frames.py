@@ -57,8 +57,12 @@ def test_frames_equal_counts_of_a_loop(
     slicing: Slicing, num: int, size: tuple[int, ...], seed: int
 ) -> None:
     events = random_events(num, size, seed)
-    frames = to_frames(events, slicing)
     expected = slow_frames(events, slicing)
+    if num and not expected.any():
+        with pytest.raises(DataError, match="first event has t"):
+            to_frames(events, slicing)
+        return
+    frames = to_frames(events, slicing)
     assert frames.dtype == np.uint8
     np.testing.assert_array_equal(frames, np.minimum(expected, 2**slicing.bits - 1))
     if slicing.by != "duration":
@@ -175,3 +179,25 @@ def test_unpack_takes_any_layout() -> None:
     packed = torch.arange(24, dtype=torch.uint8).view(2, 3, 4)
     swapped = unpack(packed.transpose(0, 1), 4, (2, 4))
     assert torch.equal(swapped, unpack(packed, 4, (2, 4)).transpose(0, 1))
+
+
+@pytest.mark.parametrize("name", ["num_steps", "dt", "bits"])
+def test_whole_floats_are_numbers_and_others_are_refused(name: str) -> None:
+    options = {"by": "duration", "num_steps": 4, "dt": 8, "bits": 8}
+    for whole in (float(options[name]), np.float32(options[name]), np.int64(options[name])):
+        slicing = Slicing(**{**options, name: whole})
+        assert slicing == Slicing(**options)
+        assert type(getattr(slicing, name)) is int
+    for wrong in ("3", 2.5, float("nan"), float("inf"), True, [4]):
+        with pytest.raises(DataError, match=rf"{name} is .*: expected a whole number"):
+            Slicing(**{**options, name: wrong})
+
+
+def test_a_clock_that_does_not_begin_with_the_recording() -> None:
+    t = np.array([5_000_000, 5_000_010])
+    with pytest.raises(DataError, match=r"first event has t = 5000000, after all 3 slices of 10 "):
+        to_frames(Recording(t * 0, t * 0, t * 0, t, (2, 1, 1)), Slicing("duration", 3, 10))
+    frames = to_frames(
+        Recording(t * 0, t * 0, t * 0, t - t[0], (2, 1, 1)), Slicing("duration", 3, 10)
+    )
+    assert frames.sum((1, 2, 3)).tolist() == [1, 1, 0]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spikefuse.data import Images, Subset, split
+from spikefuse.data import DataError, Images, Subset, split
+from spikefuse.data.frames import Frames
 
 
 def numbered(labels: torch.Tensor) -> Images:
@@ -76,3 +77,19 @@ def test_a_split_of_lazy_examples_reads_nothing() -> None:
         assert set(lazy.read) <= set(expected.pixels.flatten().tolist())
         assert torch.equal(ours.to(torch.device("cpu")).pixels, expected.pixels)
         lazy.read.clear()
+
+
+def test_a_split_of_few_examples_of_each_class() -> None:
+    """A tenth of each class rounds to nothing, a tenth of all does not."""
+    rest, part = split(numbered(torch.arange(30) % 11), 0.1, seed=0)
+    assert (len(rest), len(part)) == (27, 3)
+    both = torch.cat([rest.pixels, part.pixels]).flatten()
+    assert both.sort().values.tolist() == list(range(30))
+
+
+@pytest.mark.parametrize("labels", [torch.arange(3), torch.arange(5), torch.zeros(4, 1)])
+def test_labels_of_another_number_are_refused(labels: torch.Tensor) -> None:
+    with pytest.raises(DataError, match=r"labels are .* for 4 examples \(pixels .*one label for"):
+        Images(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), labels)
+    with pytest.raises(DataError, match=r"labels are .* for 4 examples \(packed .*one label for"):
+        Frames(torch.zeros(4, 3, 9, dtype=torch.uint8), labels, (2, 3, 3), 4)

@@ -63,3 +63,12 @@ def test_recordings_are_checked(t: list[int], what: str) -> None:
         Recording(*COLUMNS[:3], np.array(t), (2, 2, 4))
     with pytest.raises(DataError, match=r"^an event has x = 3, expected"):
         Recording(*COLUMNS[:3], np.array([1, 2, 3]), (2, 2, 3))
+
+
+def test_recordings_of_lists() -> None:
+    recording = Recording([3, 1], [0, 1], [1, 0], [10, 20], (2, 2, 4))
+    assert recording.sites.tolist() == [(1 * 2 + 0) * 4 + 3, (0 * 2 + 1) * 4 + 1]
+    assert len(Recording([], [], [], [], (2, 2, 4))) == 0
+    for wrong in ([0.5, 1], ["a", "b"], [[1], [2, 3]], [None, 1]):
+        with pytest.raises(DataError, match=r"whole numbers"):
+            Recording(wrong, [0, 1], [1, 0], [10, 20], (2, 2, 4))

@@ -159,3 +159,19 @@ def test_default_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.delenv("SPIKEFUSE_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert store.cache_directory() == tmp_path / "spikefuse" / "frames"
+
+
+def test_folders_of_equal_names_sizes_and_dates(source: Source, tmp_path: Path) -> None:
+    """Such as two copies of a data set, and a file that was replaced with the date of the first."""
+    (tmp_path / "other").mkdir()
+    other, status = Source(tmp_path / "other"), source.file.stat()
+    other.events.reverse()
+    for file in (other.file, source.file):
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    first = load_frames("name", source.recordings, SLICING)
+    second = load_frames("name", other.recordings, SLICING)
+    assert torch.equal(first.pixels.flip(0), second.pixels)
+    source.file.write_bytes(b"other content")
+    os.utime(source.file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    load_frames("name", source.recordings, SLICING)
+    assert (source.reads, other.reads) == (2, 1)

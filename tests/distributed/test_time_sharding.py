@@ -171,7 +171,10 @@ def states(axis: DeviceMesh, x: Tensor, start: dict[str, tuple[Tensor, ...]]) ->
 
 
 def test_states(group: Group) -> None:
-    x, start = make_input((T, 4, 6)), {"1": (make_input((4, 5)),), "3": (make_input((4, 4)),)}
+    x, start = (
+        make_input((T, 4, 6)),
+        {"net.1": (make_input((4, 5)),), "net.3": (make_input((4, 4)),)},
+    )
     found = group(states, x, start, size=3)
     net, state = plif(), {n: tuple(s.requires_grad_() for s in ss) for n, ss in start.items()}
     begins, losses = state, []
@@ -232,7 +235,7 @@ def on_events() -> EventLinear:
 
 def refused(axis: DeviceMesh) -> list[str]:
     rank, x, net = axis.get_local_rank(), make_input((4, 3, 6)), shard_time(plif(), axis)
-    state = {"1": (torch.zeros(3, 5),), "3": (torch.zeros(3, 4),)}
+    state = {"net.1": (torch.zeros(3, 5),), "net.3": (torch.zeros(3, 4),)}
     late = shard_time(sf.Temporal(nn.Sequential(nn.Linear(6, 5), sf.LIF())), axis)
     late.net.append(on_events())
     cases: list[Callable[[], Any]] = [

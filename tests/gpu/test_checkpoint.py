@@ -31,7 +31,8 @@ def test_peak_of_a_model(monkeypatch, cast):
         train(net, x, cast)
         peaks[policy] = torch.cuda.max_memory_allocated() - before - weights
     assert peaks[Checkpoint()] < 4.5 * largest
-    assert peaks[Checkpoint()] < 0.75 * peaks[Recompute()]
+    # In float32, one segment takes nearly as much as all convolution results.
+    assert peaks[Checkpoint()] < (0.95 if cast is None else 0.75) * peaks[Recompute()]
 
 
 def test_a_cuda_graph(monkeypatch):

@@ -89,11 +89,18 @@ def test_surrogates_as_functions():
     assert net.captured.report.notes == []
 
 
-@pytest.mark.parametrize("name", ["cifar_small", "ms_resnet18", "spikformer"])
-def test_models(name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("cifar_small", {}),
+        ("ms_resnet18", {}),
+        ("spikformer", {"depth": 1, "channels": 32, "num_heads": 4}),
+    ],
+)
+def test_models(name, options):
     """Spikes, membranes or sums of them pass from block to block."""
     x = make_input((2, 2, 3, 32, 32))
-    assert_trains_alike(lambda: MODELS[name](sf.LIF, 3, 5, (32, 32)), x)
+    assert_trains_alike(lambda: MODELS[name](sf.LIF, 3, 5, (32, 32), **options), x)
 
 
 def test_unfused_networks():

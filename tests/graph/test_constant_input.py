@@ -303,7 +303,7 @@ def test_gradients_with_respect_to_what_is_returned() -> None:
     gradients = []
     for model in (net, sf.fuse(net)):
         spikes = model(x)
-        gradients += torch.autograd.grad(spikes.sum(), net.net.last)
+        gradients += torch.autograd.grad(spikes.sum(), model.net.last)
     assert gradients[0].any()
     torch.testing.assert_close(*gradients)
 

@@ -55,8 +55,14 @@ def test_what_is_shared(name: str) -> None:
     assert fused.fusion.summary == "not captured yet: the first call does it"
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", sorted({*NORMS} - BIG))
+# tests/models trains a small network of each family.
+TRAINED = {"cifar_medium", "mlp", "mlp2", "resnet18"}
+
+
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [(name, False) for name in sorted({*NORMS} - BIG)] + [(name, True) for name in sorted(TRAINED)],
+)
 def test_models_give_the_same(name: str, training: bool) -> None:
     torch.manual_seed(0)
     net = sf.Temporal(MODELS[name](lif, 2, 5, (8, 8))).train(training)
@@ -105,6 +111,7 @@ def test_other_norms_and_neurons() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "augmented", "read again"])
 def test_compiled_as_one_graph(name: str) -> None:
+    torch.compiler.reset()
     net, x = sf.Temporal(Net(FUSED[name][0])), torch.randn(4, 3, 6)
     fused = sf.fuse(copy.deepcopy(net))
     y = torch.compile(fused, fullgraph=True, backend="aot_eager")(x)
@@ -190,6 +197,16 @@ def test_hooks_belong_to_each() -> None:
     assert seen == ["before", "after", "before"]
 
 
+def test_hooks_of_state_dicts_get_the_copies() -> None:
+    seen: list[nn.Module] = []
+    net = network()
+    net.net.bn.register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    fused = sf.fuse(net)
+    del net
+    fused.load_state_dict(fused.state_dict())
+    assert seen == [fused.net.bn]
+
+
 def test_state_dicts_load_both_ways() -> None:
     x = torch.randn(4, 3, 6)
     net, fused = network(), sf.fuse(network())
@@ -244,7 +261,7 @@ def test_states() -> None:
     expected, state = net(x[:2], return_state=True)
     y, fused_state = fused(x[:2], return_state=True)
     assert torch.equal(y, expected)
-    assert state.keys() == fused_state.keys() == {"lif"}
+    assert state.keys() == fused_state.keys() == {"net.lif"}
     assert torch.equal(fused(x[2:], state=state), net(x[2:], state=fused_state))
 
 

@@ -1,4 +1,4 @@
-"""A deferred norm gives what the plain one gives, whatever reads it."""
+"""A fused norm gives what the plain one gives, whatever reads it."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ def test_rates(axes) -> None:
     net = sf.Temporal(sf.LIF(threshold=0.5))
     with sf.record(net) as record:
         y = net(torch.rand(5, 2, 4))
-    sf.plots.rates(record.rates, axes)
+    for rates in (record.rates, record):
+        sf.plots.rates(rates, axes)
     assert axes.patches[0].get_width() == pytest.approx(100 * y.mean().item())
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["net"]
 
@@ -78,6 +79,8 @@ def test_new_axes() -> None:
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"spikes has shape \[3\]: expected \[T, ...\]"):
         sf.plots.raster(torch.zeros(3))
+    with pytest.raises(TypeError, match=r"rates is a list: expected what sf.record or sf.report"):
+        sf.plots.rates([0.1])
     with pytest.raises(ValueError, match=r"frames have shape \[3, 4, 4\]"):
         sf.plots.animate(torch.zeros(3, 4, 4))
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)

@@ -13,9 +13,8 @@ from pathlib import Path
 import numba
 import numpy as np
 import pytest
-from numba.core.caching import CompileResultCacheImpl, UserProvidedCacheLocator
 
-from spikefuse.kernels import numba_runtime
+from spikefuse.kernels import numba_cache, numba_runtime
 
 MODULE = """
 from spikefuse.kernels.numba_runtime import kernel
@@ -27,8 +26,9 @@ def double(values):
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Callable[[], object]:
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
     """Import the kernel of `MODULE` as a new process would."""
+    monkeypatch.setenv("SPIKEFUSE_CACHE_DIR", str(tmp_path / "own"))
     path = tmp_path / "some.py"
     path.write_text(MODULE)
 
@@ -87,7 +87,8 @@ def test_a_damaged_entry_is_compiled_again(load, tmp_path, suffix):
             warnings.simplefilter("always")
             check(load())
         for warning in found:
-            assert f"{tmp_path}/__pycache__/some.double-" in str(warning.message)
+            assert f"{tmp_path}/own/kernels/" in str(warning.message)
+            assert "/some.double-" in str(warning.message)
             assert "is damaged: its kernels are compiled again" in str(warning.message)
         noticed += len(found)
         kernel = load()
@@ -123,13 +124,29 @@ def test_a_full_disk_is_reported_and_survived(load, tmp_path):
     assert len(entries(tmp_path, "nbc")) == 1
 
 
-def test_kernels_beside_which_nothing_can_be_written(load, tmp_path, monkeypatch):
-    monkeypatch.setattr(CompileResultCacheImpl, "_locator_classes", [UserProvidedCacheLocator])
-    monkeypatch.setenv("SPIKEFUSE_CACHE_DIR", str(tmp_path / "own"))
-    check(load())
-    (path,) = entries(tmp_path, "nbc")
-    assert path.is_relative_to(tmp_path / "own" / "kernels")
-    assert not numba.config.CACHE_DIR
+def test_machine_code_lies_in_the_private_folder_only(load, tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "shared"))
+    for cache_of in (numba_runtime.cache_of, None):
+        monkeypatch.setattr(numba_runtime, "cache_of", cache_of)
+        check(load())
+        paths = entries(tmp_path, "nbc")
+        assert paths
+        assert all(path.is_relative_to(tmp_path / "own" / "kernels") for path in paths)
     monkeypatch.setenv("SPIKEFUSE_CACHE_DIR", str(tmp_path / "some.py"))
     with pytest.raises(OSError, match=r"can't write generated kernels to .*; set SPIKEFUSE"):
         load()
+
+
+def test_a_folder_that_others_can_replace_is_refused_at_each_load(load, tmp_path):
+    kernel = load()
+    (tmp_path / "own").chmod(0o777)
+    with pytest.raises(PermissionError, match=f"other users can write {tmp_path}/own "):
+        check(kernel)
+
+
+def test_an_edit_of_inlined_functions_is_noticed(load, monkeypatch):
+    check(load())
+    monkeypatch.setattr(numba_cache, "_inlined", lambda: b"another version")
+    kernel = load()
+    check(kernel)
+    assert not kernel.stats.cache_hits

@@ -164,7 +164,6 @@ FAMILIES = [
     ("sew_resnet18", {}, NO_NORMS),
     ("sew_resnet50", {}, NO_NORMS),
     ("ms_resnet18", {}, NO_NORMS),
-    ("ms_resnet104", {}, NO_NORMS),
     ("spikformer", {"depth": 1, "channels": 32, "num_heads": 4}, NO_NORMS),
     ("qkformer", {"depths": (1, 1, 1), "channels": 64}, {"max_pool2d": 2}),
     ("qkformer_10_384", {"depths": (1, 1, 1), "channels": 64, "num_heads": 4}, {"max_pool2d": 4}),

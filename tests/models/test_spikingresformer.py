@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -54,7 +55,9 @@ def test_rates_are_averaged_in_training_only() -> None:
     torch.testing.assert_close(scale.rate.flatten(), torch.tensor([1 - MOMENTUM, 1.0]))
 
 
-def test_checkpointing_changes_nothing() -> None:
+def test_checkpointing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[spikingresformer.__module__]
+    monkeypatch.setattr(module, "DEPTHS", (1, 1, 1))
     torch.manual_seed(0)
     net = spikingresformer(lambda: sf.LIF(threshold=0.3), 1, 5, (8, 8), (64, 64, 64), "cifar")
     x, found = torch.rand(2, 2, 1, 8, 8), []

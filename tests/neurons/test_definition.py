@@ -131,3 +131,35 @@ def test_states_are_not_assigned() -> None:
     with pytest.raises(AttributeError, match=r"LIF.v is a state.*pass another value as state="):
         neuron.v = 0.5
     neuron.v_reset = 0.5
+
+
+def test_states_as_a_tuple_of_arguments():
+    class Chain(Neuron):
+        a, b, c = State(), State(0.5), State()
+
+        def step(self, x, *states):
+            return sum(states) + x, (x, *states[:-1])
+
+    class Named(Chain):
+        def step(self, x, y, a, *others):
+            return a + y * others[0], (x, a, others[0])
+
+    assert (Chain.input_names, Named.input_names) == (("x",), ("x", "y"))
+    x = torch.rand(5, 2, 3)
+    for neuron, inputs in ((Chain(), (x,)), (Named(), (x, x))):
+        assert torch.equal(neuron(*inputs), neuron(*inputs, impl="reference"))
+    with pytest.raises(TypeError, match=r"takes \(\*states\), but the states declared are \(a\)"):
+
+        class Wrong(Neuron):
+            a = State()
+
+            def step(self, *states):
+                return states[0], states
+
+
+def test_complex_parameters_are_refused():
+    lif = LIF()
+    lif.decay = torch.tensor(0.5 + 1j)
+    for impl in ("numba", "reference"):
+        with pytest.raises(TypeError, match=r"'decay' is a torch\.complex64 tensor: expected real"):
+            lif(torch.ones(2, 1, 1), impl=impl)

@@ -8,15 +8,28 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
-from spikefuse import LI, LIF, PLIF, LearnableFraction, LearnablePositive, Neuron, State, surrogate
-from spikefuse.neurons.description import Description, bind
+from spikefuse import (
+    LI,
+    LIF,
+    PLIF,
+    LearnableFraction,
+    LearnablePositive,
+    Neuron,
+    State,
+    UnsupportedOperation,
+    surrogate,
+)
+from spikefuse.neurons.description import Description, bind, read
 
 
 class Two(Neuron):
@@ -96,14 +109,46 @@ def test_constants_of_the_class_are_part_of_the_kernel():
     assert neuron(x).item() == 0.25
 
 
-def test_mutable_objects_are_refused():
-    class Holder:
-        gain = 2.0
+class Reading(Neuron):
+    """Reads an attribute, or one of its surrogate, if `name` says so."""
 
-    neuron = LIF()
-    neuron.holder = Holder()
-    with pytest.raises(TypeError, match="holder is a Holder"):
-        neuron(torch.ones(1, 1, 1))
+    def __init__(self, name: str = "") -> None:
+        super().__init__()
+        self.surrogate, self.name = surrogate.Sigmoid(), name
+        for module in (self, self.surrogate):
+            module.object, module.path, module.array = object(), Path("a"), np.zeros(2)
+            module.objects, module.partial = [object()], partial(print)
+            module.device, module.number = torch.device("cpu"), np.int64(2)
+
+    def step(self, x: Tensor) -> Any:
+        if self.name:
+            read(self, self.name)
+        return self.surrogate(x * self.number - 1.0), ()
+
+
+def test_objects_that_no_step_reads_are_ignored():
+    x, neuron = torch.ones(2, 1, 3, requires_grad=True), Reading()
+    neuron(x).sum().backward()
+    before = neuron.description()
+    neuron.qconfig = object()
+    assert neuron.description().statics == before.statics
+    assert neuron(x).equal(neuron(x, impl="reference"))
+    x = torch.ones(2, 1, 3)
+    assert torch.compile(neuron, backend="eager", fullgraph=True)(x).equal(neuron(x))
+
+
+@pytest.mark.parametrize("name", ["object", "path", "array", "objects", "surrogate.partial"])
+def test_objects_that_a_step_reads_are_refused(name):
+    own = name.split(".")[-1]
+    with pytest.raises(UnsupportedOperation, match=rf"line .*\.{own}.*changes cannot be detected"):
+        Reading(name)(torch.ones(1, 1, 1))
+
+
+def test_numpy_floats_are_run_time_values():
+    lif = LIF(np.float32(0.25), np.int32(1), surrogate=surrogate.Rectangle(np.float32(-1.0)))
+    assert lif.values() == LIF(0.25, surrogate=surrogate.Rectangle(-1.0)).values()
+    lif.decay = np.float32(0.75)
+    assert lif.values()["decay"] == 0.75
 
 
 class Modes(Neuron):
@@ -361,8 +406,9 @@ class Weighted(Neuron):
 )
 def test_tensors_in_containers_are_refused(container: Any) -> None:
     for weight in (torch.tensor(0.123451), nn.Parameter(torch.tensor(0.5))):
-        with pytest.raises(TypeError, match=r"weights\[.*use attributes, or an nn\.ParameterList"):
-            Weighted(container(weight)).description()
+        match = r"line .*weights\[.*use attributes, or an nn\.ParameterList"
+        with pytest.raises(UnsupportedOperation, match=match):
+            Weighted(container(weight))(torch.ones(1, 1, 1))
 
 
 def test_objects_in_containers_are_refused() -> None:
@@ -370,8 +416,9 @@ def test_objects_in_containers_are_refused() -> None:
         def __repr__(self) -> str:
             return "same"
 
-    with pytest.raises(TypeError, match=r"Weighted\.weights\[\.\.\.\] is a Same"):
-        Weighted([Same()]).description()
+    match = r"Weighted\.weights\[\.\.\.\] is a Same"
+    with pytest.raises(UnsupportedOperation, match=match):
+        Weighted([Same()])(torch.ones(1, 1, 1))
 
 
 def test_a_list_of_parameters_learns() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import spikefuse as sf
 from spikefuse import Learnable, LearnableFraction, LearnablePositive, LearnableTimeConstant
@@ -83,3 +84,30 @@ def test_a_neuron_learns_its_parameters(channels: int | None) -> None:
         assert parameter.grad is not None, name
         assert parameter.grad.shape == parameter.shape
         assert (parameter.grad != 0).all(), name
+
+
+def test_several_values_before_training() -> None:
+    for value in ([0.5, 0.9], torch.tensor([0.5, 0.9]), nn.Parameter(torch.tensor([0.5, 0.9]))):
+        for kind in (LearnableFraction, LearnablePositive):
+            learnable = kind(value)
+            torch.testing.assert_close(learnable(), torch.tensor([0.5, 0.9]))
+            assert len(list(learnable.parameters())) == 1
+    plif = sf.PLIF(torch.tensor([0.5, 0.9]), channels=2)
+    torch.testing.assert_close(plif.values()["decay"], torch.tensor([0.5, 0.9]))
+    decay = LearnableTimeConstant([5.0, 20.0])()
+    torch.testing.assert_close(decay, torch.exp(-1 / torch.tensor([5.0, 20.0])))
+
+
+@pytest.mark.parametrize(
+    ("initial", "channels", "message"),
+    [
+        ([0.5, 1.0], None, "strictly between 0 and 1"),
+        ([0.5, math.nan], None, "strictly between 0 and 1"),
+        ([0.5, 0.75], 3, r"initial has shape \[2\]: expected \[3\]"),
+    ],
+)
+def test_wrong_values_before_training(initial: Any, channels: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LearnableFraction(initial, channels)
+    with pytest.raises(TypeError, match="initial is 'a': expected a number, or several"):
+        LearnableFraction("a")  # type: ignore[arg-type]

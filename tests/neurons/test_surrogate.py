@@ -517,3 +517,11 @@ def test_gradients_are_the_same_every_time(width: str, backends: Backends) -> No
 
 def test_all_are_public() -> None:
     assert {*(kind.__name__ for kind in KINDS), "Surrogate", "Custom"} == set(surrogate.__all__)
+
+
+@pytest.mark.parametrize("options", [{"detach_reset": True}, {"reset": "soft"}])
+def test_straight_through_of_large_inputs_in_half_precision(options):
+    neuron = sf.LIF(surrogate=StraightThrough(), **options)
+    x = torch.full((4, 2, 3), 3e4, dtype=torch.float16, requires_grad=True)
+    neuron(x).sum().backward()
+    assert 0 < x.grad.max() < 2

@@ -312,7 +312,7 @@ def test_two_compartment_lif() -> None:
         (lambda: sf.KLIF(k=0.0), "k is 0.0: expected a positive finite number"),
         (lambda: sf.GatedLIF(threshold=1.0), "threshold is 1.0: expected .* strictly between"),
         (lambda: sf.LI(decay=-0.1), "decay is -0.1"),
-        (lambda: sf.RefractoryLIF(refractory=-1), "refractory is -1: expected a number of steps"),
+        (lambda: sf.RefractoryLIF(refractory=-1), "refractory is -1: expected an integer >= 0"),
         (lambda: sf.RefractoryLIF(refractory=1.5), "refractory is 1.5"),  # type: ignore[arg-type]
         (
             lambda: sf.TernaryLIF(threshold=0.0),

@@ -119,3 +119,17 @@ def test_errors_of_further_encodings() -> None:
         population(x, 1)
     with pytest.raises(ValueError, match="expected low < high"):
         population(x, 3, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64])
+def test_whole_numbers(dtype: torch.dtype) -> None:
+    """Differences of bytes would wrap around, and centres between whole numbers be rounded."""
+    x = torch.tensor([10, 5, 20, 127, 0], dtype=dtype).view(-1, 1)
+    y = delta(x, 5, signed=True)
+    assert y.dtype == torch.float32
+    assert y.flatten().tolist() == [0, -1, 1, 1, -1]
+    assert torch.equal(delta(x, 5), delta(x.float(), 5))
+    assert torch.equal(population(x, 4, 0, 128), population(x.float(), 4, 0, 128))
+    assert torch.equal(direct(x, 2)[1], x)
+    with pytest.raises(TypeError, match="complex64: expected real numbers"):
+        delta(x.to(torch.complex64), 5)

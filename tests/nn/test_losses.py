@@ -212,3 +212,12 @@ def test_class_probabilities(name: str) -> None:
         ValueError, match=r"target is torch.float32 \[4, 2\]: expected a class index"
     ):
         loss(spikes(), certain[0][:, :2])
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_whole_numbers(name: str, dtype: torch.dtype) -> None:
+    expected = CLASSES[name](spikes().float(), TARGET)
+    assert torch.equal(CLASSES[name](spikes().to(dtype), TARGET.to(dtype)), expected)
+    with pytest.raises(TypeError, match=r"target is torch\.bool: expected .* class indices"):
+        CLASSES[name](spikes(), TARGET.bool())

@@ -197,7 +197,7 @@ def test_integers_of_any_type(backends, called, kind):
 
 def test_without_triton(backends, called):
     x = make_input((1, 1, 4, 4), device=backends.device)
-    without = mock.patch("spikefuse.scan.op._HAS_TRITON", False)
+    without = mock.patch("spikefuse.scan.checks._HAS_TRITON", False)
     with without, pytest.raises(ImportError, match=r'pip install "spikefuse\[gpu\]"'):
         sf.nn.MaxPool2d(2)(x)
 

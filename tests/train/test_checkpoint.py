@@ -9,7 +9,6 @@ import random
 import shutil
 import subprocess
 import sys
-import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from spikefuse.train.batches import EvalBatches
 from spikefuse.train.checkpoint import LOCK, load, locked
 from spikefuse.train.cli import main
 from spikefuse.train.fields import ConfigError
+from tests.data.readers import limited_memory
 
 Spikefuse = Callable[..., int]
 
@@ -189,20 +189,49 @@ def test_compressed_content_is_refused(tmp_path: Path) -> None:
         load(path)
 
 
-def test_claimed_bytes_are_not_allocated(tmp_path: Path) -> None:
-    """PyTorch lets a checkpoint call bytearray, with any size."""
-    saved, path = io.BytesIO(), tmp_path / "small.ckpt"
+SIZE = b"\x8a\x05\0\0\0\0\1"  # 4 Gi
+BYTES = b"\x80\x02cbuiltins\nbytearray\n" + SIZE + b"\x85R."
+CLAIMS = {
+    "bytearray": (BYTES, "data.pkl"),
+    "tensor": (b"\x80\x02ctorch\nTensor\n" + SIZE + b"\x85R.", "data.pkl"),
+    "new tensor": (b"\x80\x02ctorch\nTensor\n" + SIZE + b"\x85\x81.", "data.pkl"),
+    "name of other letters": (BYTES, "DATA.PKL"),
+}
+
+
+def archive_with(pickled: bytes, name: str) -> bytes:
+    """Return an archive of torch.save with another pickle."""
+    saved, changed = io.BytesIO(), io.BytesIO()
     torch.save({}, saved)
-    with zipfile.ZipFile(saved) as archive, zipfile.ZipFile(path, "w") as out:
+    with zipfile.ZipFile(saved) as archive, zipfile.ZipFile(changed, "w") as out:
         for entry in archive.infolist():
-            size = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\0\0\0\0\1\x85R."  # 4 GiB
             wanted = entry.filename.endswith("data.pkl")
-            out.writestr(entry.filename, size if wanted else archive.read(entry))
-    tracemalloc.start()
-    with pytest.raises(ConfigError, match=r"small\.ckpt is damaged"):
+            other = entry.filename.replace("data.pkl", name)
+            out.writestr(other, pickled if wanted else archive.read(entry))
+    return changed.getvalue()
+
+
+@pytest.mark.parametrize("kind", CLAIMS)
+@pytest.mark.parametrize("before", [b"", BYTES])  # PyTorch reads what begins as a plain pickle
+def test_claimed_bytes_are_not_allocated(tmp_path: Path, kind: str, before: bytes) -> None:
+    """PyTorch lets a checkpoint call bytearray and torch.Tensor, with any size."""
+    path = tmp_path / "small.ckpt"
+    path.write_bytes(before + archive_with(*CLAIMS[kind]))
+    with limited_memory(), pytest.raises(ConfigError, match=r"small\.ckpt is damaged"):
         load(path)
-    assert tracemalloc.get_traced_memory()[1] < 1 << 24
-    tracemalloc.stop()
+
+
+def test_every_reader_sees_the_same_archive(tmp_path: Path, trained: Path) -> None:
+    whole, path = (trained / "last.ckpt").read_bytes(), tmp_path / "other.ckpt"
+    twice = io.BytesIO(whole)
+    with zipfile.ZipFile(twice, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr("archive/data.pkl", BYTES)
+    locator = len(whole) - 42
+    directory = whole[:locator] + whole[locator - 56 : locator] + whole[locator:]
+    for content in (BYTES + whole, whole + whole, whole + b"\0", twice.getvalue(), directory):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"other\.ckpt is damaged"):
+            load(path)
 
 
 OTHERS: list[Any] = [None, 3, -1.5, "text", [1], {"a": 1}, {1: [2]}, torch.ones(2), 10**5000]

@@ -88,24 +88,28 @@ WRONG = [
     (["--epoch", "3"], "unrecognized arguments: --epoch 3, did you mean --epochs? (see spikefuse"),
     (["--batchsize=3"], "unrecognized arguments: --batchsize=3, did you mean --batch-size? (see"),
     (["--dat", "shd"], "unrecognized arguments: --dat shd"),
-    (["--data", "data/mnist"], "unknown dataset 'data/mnist': data_dir names the folder of the"),
+    (["--data", "data/mnist"], "unknown dataset 'data/mnist': --data-dir names the folder of the"),
     (["--dataset", "digit"], "unknown dataset 'digit': did you mean digits? choose one of"),
-    (["--model", "vgg"], "unknown model 'vgg': did you mean vgg16? choose one of mlp"),
-    (["--neuron", "if", "--decay", "0.5"], "decay is given, but the neuron if has none"),
+    (["--model", "vgg"], "unknown model 'vgg': did you mean vgg11? choose one of mlp"),
+    (["--model", "resnet"], "unknown model 'resnet': did you mean resnet18? choose one of mlp"),
+    (["--threshold", "1e39"], "--threshold is 1e+39: expected a number from 1e-37 to 1e+37"),
+    (["--threshold", "1e-50"], "--threshold is 1e-50: expected a number from 1e-37 to 1e+37"),
+    (["--logger", "wandbb"], "unknown logger 'wandbb': did you mean wandb? choose one of"),
+    (["--neuron", "if", "--decay", "0.5"], "--decay is given, but the neuron if has none"),
     (["--dataset", "MNIST"], "unknown dataset 'MNIST': did you mean mnist? choose one of digits"),
     (["--optimizer", "AdamW"], "unknown optimizer 'AdamW': did you mean adamw? choose one of adam"),
-    (["-T", "0"], "num_steps is 0: expected a whole number of at least 1"),
-    (["-T", "9" * 20], f"num_steps is {'9' * 20}: expected a whole number below 2147483648"),
-    (["--lr", "9" * 400], "lr is inf: expected a number"),
-    (["--batch-size", "5000"], "batch_size is 5000: digits has only 1295 training samples"),
+    (["-T", "0"], "--num-steps is 0: expected a whole number of at least 1"),
+    (["-T", "9" * 20], f"--num-steps is {'9' * 20}: expected a whole number below 2147483648"),
+    (["--lr", "9" * 400], "--lr is inf: expected a number"),
+    (["--batch-size", "5000"], "--batch-size is 5000: digits has only 1295 training samples"),
     (["--device", "tpu"], "unknown device 'tpu': did you mean cpu? choose one of auto, cpu, cuda"),
-    (["--device", "cpu", "--precision", "16"], "precision is 16, which needs a CUDA GPU"),
-    (["--device", "cpu", "--cuda-graph"], "cuda_graph needs a CUDA GPU: add --no-cuda-graph"),
-    (["--device", "cpu", "--sync-batch-norm"], "sync_batch_norm needs CUDA GPUs: add --no-"),
+    (["--device", "cpu", "--precision", "16"], "--precision is 16, which needs a CUDA GPU"),
+    (["--device", "cpu", "--cuda-graph"], "--cuda-graph needs a CUDA GPU: add --no-cuda-graph"),
+    (["--device", "cpu", "--sync-batch-norm"], "--sync-batch-norm needs CUDA GPUs: add --no-"),
     (["--config", "none.yaml"], "cannot read config none.yaml: No such file or directory"),
     (["--dataset", "mnist", "--data-dir", "data"], "mnist: train-images-idx3-ubyte.gz is neither"),
     (["--resume", "nothing.ckpt"], "checkpoint nothing.ckpt does not exist: expected last.ckpt"),
-    (["--resume", "."], "checkpoint . is a folder: expected last.ckpt"),
+    (["--resume", "."], "checkpoint last.ckpt does not exist: expected last.ckpt"),
 ]
 
 
@@ -259,3 +263,27 @@ def test_restart_resumes_in_its_folder(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert resumed(*out) == tmp_path / "last.ckpt"
     assert resumed("--resume", "other.ckpt") == Path("other.ckpt")
+
+
+def test_options_are_named_as_typed() -> None:
+    for message, expected in (
+        ("batch_size is 0: expected a", "--batch-size is 0: expected a"),
+        (
+            "model is a, but b: remove it, or time_ranks",
+            "--model is a, but b: remove it, or --time-ranks",
+        ),
+        (
+            "the model a needs data_dir (x/data_dir/y)",
+            "the model a needs --data-dir (x/data_dir/y)",
+        ),
+        ("config a.yaml: batch_size is 0", "config a.yaml: batch_size is 0"),
+    ):
+        assert cli._as_typed(message) == expected
+
+
+def test_names_that_are_not_utf8_are_printed(tmp_path: Path) -> None:
+    code = "from spikefuse.train import output as o; o.open_closed_streams(); print('a\\udcff')"
+    for encoding, expected in (("utf-8", b"a\xff\n"), ("ascii", b"a\\udcff\n")):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        command = [sys.executable, "-c", code]
+        assert subprocess.run(command, env=environment, stdout=-1, check=True).stdout == expected

@@ -28,9 +28,16 @@ def test_the_data_module_splits_as_the_command_does() -> None:
 
 def test_too_few_examples_to_hold_some_out(monkeypatch: pytest.MonkeyPatch) -> None:
     train_part, test = data.load("digits")
-    monkeypatch.setattr(DataModule, "load", lambda self: (train_part[:20], test))
-    with pytest.raises(data.DataError, match="digits has 20 training examples, too few of each"):
-        DataModule(TrainConfig(batch_size=4)).setup()
+    for count, held_out in ((30, 3), (4, 0)):
+        part = train_part[:count]
+        monkeypatch.setattr(DataModule, "load", lambda self, part=part: (part, test))
+        examples = DataModule(TrainConfig(batch_size=4))
+        if held_out:
+            examples.setup()
+            assert (len(examples.training), len(examples.validation)) == (27, held_out)
+        else:
+            with pytest.raises(data.DataError, match="digits has 4 training examples, too few to"):
+                examples.setup()
 
 
 def test_published_validation_examples_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,7 @@ def test_loggers_that_cannot_be_made(
         raise ModuleNotFoundError("mlflow is not\ninstalled")
 
     assert {"csv", "tensorboard", "wandb", "mlflow", "comet"} <= LOGGERS.keys()
-    with pytest.raises(ConfigError, match="unknown logger 'wandbb': choose one of"):
+    with pytest.raises(ConfigError, match="unknown logger 'wandbb': did you mean wandb"):
         make_logger("wandbb", tmp_path, TrainConfig())
     with pytest.raises(
         ConfigError, match="logger is pathlib:Path, which has returned a PosixPath: ex"

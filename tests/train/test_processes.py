@@ -55,7 +55,7 @@ def test_user_error_is_reported_once(tmp_path: Path) -> None:
     process = start(2, tmp_path, "train", *OPTIONS, "--batch-size", "127")
     output = ended(process)
     assert process.returncode != 0
-    assert output.count("batch_size is 127: expected a multiple of the 2 processes") == 1
+    assert output.count("--batch-size is 127: expected a multiple of the 2 processes") == 1
     assert not (tmp_path / "runs").exists()
 
 

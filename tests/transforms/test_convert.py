@@ -405,3 +405,89 @@ def test_wrappers_that_are_refused():
     # A graph that contains the operators of its neurons, not the modules.
     with pytest.raises(ValueError, match="GraphModule has no module of SpikingJelly"):
         sf.convert(fx.GraphModule(nn.Module(), fx.Graph()))
+
+
+@clock_driven("surrogate")
+class PiecewiseExp(nn.Module):
+    """A surrogate without an equivalent here, whose derivative works in place."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, alpha):
+            ctx.save_for_backward(x)
+            ctx.alpha = alpha
+            return (x >= 0).to(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            slope = ctx.alpha / 2 * (-ctx.alpha * ctx.saved_tensors[0].abs()).exp_()
+            return slope * grad, None
+
+    def __init__(self, alpha=1.5):
+        super().__init__()
+        self.alpha, self.spiking = alpha, True
+
+    @staticmethod
+    def spiking_function(x, alpha):
+        return PiecewiseExp.Function.apply(x, alpha)
+
+    def forward(self, x):
+        return self.spiking_function(x, self.alpha)
+
+
+class Indexed(PiecewiseExp):
+    @staticmethod
+    def spiking_function(x, alpha):
+        return x[x >= 0]
+
+
+def test_a_surrogate_that_compiles(backends):
+    node = LIFNode()
+    node.surrogate_function = PiecewiseExp()
+    x = 2 * torch.rand(6, 3, 5, device=backends.device)
+    theirs, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = torch.stack([node(step) for step in theirs])
+    y = sf.Temporal(convert(node))(ours)
+    assert torch.equal(y, expected)
+    for a in (y, expected):
+        (a * x).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_surrogate_that_does_not_compile():
+    node = LIFNode()
+    node.surrogate_function = Indexed()
+    with pytest.raises(ValueError, match=r"Indexed can't be compiled \(.*test_convert.py, line"):
+        convert(node)
+
+
+class Auxiliary(nn.Module):
+    """Calls a head in one round of a loop over layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(4, 4), LIFNode())
+
+    def forward(self, x):
+        for i in range(3):
+            x = self.cells[i](x)
+            if i == 1:
+                side = self.head(x)
+        return x + side
+
+
+class Repeated(Auxiliary):
+    def forward(self, x):
+        for i in range(3):
+            if i != 1:
+                x = self.head(x)
+        return x
+
+
+def test_a_layer_that_a_loop_calls_once():
+    net, x = Auxiliary(), torch.rand(4, 2, 4)
+    expected = torch.stack([net(step) for step in x])
+    torch.testing.assert_close(sf.Temporal(convert(net))(x), expected)
+    with pytest.raises(ValueError, match=r"calls `self.head` several times, a loop over time"):
+        convert(Repeated())

@@ -57,8 +57,9 @@ def fake_cuda(monkeypatch):
 
 
 def test_changed_settings_of_modules_are_recorded_anew(fake_cuda):
-    lif, dropout, norm = sf.LIF(), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(3)
-    net = sf.fuse(sf.Temporal(torch.nn.Sequential(torch.nn.Linear(4, 3), dropout, norm, lif)))
+    layers = torch.nn.Linear(4, 3), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(3), sf.LIF()
+    net = sf.fuse(sf.Temporal(torch.nn.Sequential(*layers)))
+    _, dropout, norm, lif = net.net
     net.eval()  # dropout would draw random numbers on the CPU
     x, found = torch.rand(5, 2, 4), []
 
@@ -72,7 +73,7 @@ def test_changed_settings_of_modules_are_recorded_anew(fake_cuda):
         (lif, "reset", "soft"),
         (lif.surrogate, "width", 2.0),
         (dropout, "p", 0.25),
-        (net.net[2], "momentum", 0.5),
+        (norm, "momentum", 0.5),
         (lif.surrogate, "width", 4.0),
         (lif.surrogate, "width", 2.0),  # has a graph
     ):

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from spikefuse.nn import Feedback
+from spikefuse.transforms import nir_file
 from spikefuse.transforms.nir_layers import Scale
 from tests.transforms.nir_simulation import simulate
 
+h5py = pytest.importorskip("h5py", reason="h5py comes with nir")
 nir = pytest.importorskip("nir", reason="nir is not installed: pip install 'spikefuse[nir]'")
 
 DT = 1e-3
@@ -295,3 +297,53 @@ def test_errors_name_what_was_expected() -> None:
         sf.from_nir(refused(lif()), dt=DT, surrogate=torch.sigmoid)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'dt'"):
         sf.from_nir(refused(lif()))  # type: ignore[call-arg]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    graph = graph_of((4,), {"lif": lif()})
+    graph.nodes["output"] = nir.Output({"output": np.array([4])})
+    nir.write(tmp_path / "net.nir", graph)
+    return tmp_path / "net.nir"
+
+
+def test_a_file_at_which_the_hdf5_library_never_ends(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nir_file, "SECONDS", 0.5)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"GCOL") + 25] = 8  # in the size of a string
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{path} is damaged.*takes more than 0.5 seconds"):
+        sf.from_nir(path, dt=DT)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("lif/type", "Lif", "AssertionError"),
+        ("lif/r", None, "missing 1 required positional argument: 'r'"),
+        ("lif/r", np.zeros(4, "c8"), "elements of type complex64"),
+        ("lif/r", np.full(4, b"\xff", h5py.string_dtype()), "UnicodeDecodeError"),
+        ("lif/r", "text", "AttributeError: 'str' object"),
+        ("lif/r", (2**40,), "more than 268435456 bytes"),
+        ("lif/r", np.zeros(5), "AssertionError: All parameters must have the same shape"),
+        ("lif/v_reset", np.full(4, 1e400), "its v_reset is not finite"),
+    ],
+)
+def test_damaged_files_are_named(path: Path, name: str, value: Any, what: str) -> None:
+    with h5py.File(path, "a") as file:
+        nodes = file["node/nodes"]
+        del nodes[name]
+        if isinstance(value, tuple):
+            nodes.create_dataset(name, value, np.float64, chunks=(1024,))
+        elif value is not None:
+            nodes[name] = value
+    with pytest.raises(ValueError, match=str(path)) as error:
+        sf.from_nir(path, dt=DT)
+    assert what in str(error.value)
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"nothing\.nir"):
+        sf.from_nir(tmp_path / "nothing.nir", dt=DT)

@@ -136,7 +136,8 @@ class CodeReader(ast.NodeVisitor):
         targets = [node.target] if isinstance(node, ast.For) else []
         targets += [generator.target for generator in getattr(node, "generators", [])]
         names = {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
-        for call in (n for n in ast.walk(node) if isinstance(n, ast.Call)):
+        once = _runs_once(node, names)
+        for call in (n for n in ast.walk(node) if isinstance(n, ast.Call) and n not in once):
             uses = {n.id for n in ast.walk(call.func) if isinstance(n, ast.Name)}
             called = self._module(call.func)
             if called is not None and self.roles.has_neurons(called) and not uses & names:
@@ -276,6 +277,18 @@ def _root(node: ast.AST) -> str:
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def _runs_once(loop: ast.AST, names: set[str]) -> set[ast.AST]:
+    """The nodes of a loop that run for one value of its variables, as in `if i == 3:`."""
+    found: set[ast.AST] = set()
+    for branch in ast.walk(loop):
+        test = getattr(branch, "test", None)
+        if isinstance(test, ast.Compare) and [*map(type, test.ops)] == [ast.Eq]:
+            sides = {getattr(side, "id", "") for side in (test.left, *test.comparators)}
+            if isinstance(branch, ast.If) and sides & names:
+                found.update(n for statement in branch.body for n in ast.walk(statement))
+    return found
 
 
 def _step_mode(test: ast.AST) -> str | None:

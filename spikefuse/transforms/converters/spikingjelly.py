@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spikefuse._torch import gradients
 from spikefuse.neurons import (
     CLIF,
     EIF,
@@ -28,6 +30,7 @@ from spikefuse.neurons.learnable import Learnable
 from spikefuse.neurons.lif import decay_from_tau
 from spikefuse.nn.call import active
 from spikefuse.nn.feedback import Feedback
+from spikefuse.nn.neuron import refusal_of
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.transforms.converters.common import (
     FOLDED,
@@ -50,7 +53,26 @@ SURROGATES: dict[str, Callable[[float], S.Surrogate]] = {
     "PiecewiseQuadratic": S.PiecewiseQuadratic,
     "Erf": S.Erf,
     "Rect": lambda a: S.Rectangle(-0.5 / a, 0.5 / a, a),
+    "DeterministicPass": lambda _: S.StraightThrough(),
 }
+
+
+class Differentiated(S.Surrogate):
+    """The static `spiking_function(x, **values)` of one of their classes."""
+
+    def __init__(self, kind: type, **values: Any) -> None:
+        super().__init__()
+        self.kind, self.values = kind, tuple(values.items())
+
+    def spike(self, u: Tensor) -> Tensor:
+        result: Tensor = cast(Any, self.kind).spiking_function(u, **dict(self.values))
+        return result
+
+    def derivative(self, u: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = u.detach().requires_grad_()
+            (found,) = gradients(self.spike(leaf), [leaf], False)
+        return torch.zeros_like(u) if found is None else found
 
 
 def surrogate_of(function: Any) -> S.Surrogate:
@@ -58,14 +80,22 @@ def surrogate_of(function: Any) -> S.Surrogate:
         return function
     kind = type(function)
     is_theirs = kind.__module__.startswith("spikingjelly.") and "surrogate" in kind.__module__
-    if not is_theirs or kind.__name__ not in SURROGATES:
+    if not getattr(function, "spiking", True):
+        raise Refusal("its surrogate emits no spikes: call set_spiking_mode(True) on it")
+    if is_theirs and kind.__name__ in SURROGATES:
+        return SURROGATES[kind.__name__](float(getattr(function, "alpha", 1.0)))
+    try:
+        names = list(inspect.signature(kind.spiking_function).parameters)[1:]
+        made = Differentiated(kind, **{name: getattr(function, name) for name in names})
+        reason = refusal_of(IF(surrogate=made))
+    except (AttributeError, TypeError) as error:
+        reason = str(error)
+    if reason:
         raise Refusal(
-            f"its surrogate {kind.__name__} has no equivalent: use one of "
+            f"its surrogate {kind.__name__} can't be compiled ({reason}): use one of "
             f"{', '.join(SURROGATES)}, or a spikefuse.surrogate.Custom as surrogate_function"
         )
-    if not function.spiking:
-        raise Refusal("its surrogate emits no spikes: call set_spiking_mode(True) on it")
-    return SURROGATES[kind.__name__](float(function.alpha))
+    return made
 
 
 def refuse_options(m: Any) -> None:

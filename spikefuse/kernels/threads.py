@@ -1,0 +1,65 @@
+"""Threads that trace and compile, and the locks that they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# Bytes of stack that compilers may need. Threads have as much by default on Linux.
+STACK = 8 << 20
+
+#: Held while a step is traced and while generated source is imported; neither is thread-safe.
+compiling = threading.RLock()
+#: In the order in which threads take them.
+_locks: list[Any] = [compiling]
+
+
+def hold_at_fork(lock: Any) -> None:
+    """Let a fork wait until no thread holds `lock`, nor those that were named before: a child would
+    find them locked for ever, and what they protect half done."""
+    _locks.append(lock)
+
+
+def _acquire() -> None:
+    for lock in _locks:
+        lock.acquire()
+
+
+def _release() -> None:
+    for lock in reversed(_locks):
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=_acquire, after_in_parent=_release, after_in_child=_release)
+
+
+@contextlib.contextmanager
+def enough_stack() -> Iterator[None]:
+    """Start threads with enough stack in a `with` block, whatever `threading.stack_size` says."""
+    size = threading.stack_size()
+    if not 0 < size < STACK:
+        yield
+        return
+    threading.stack_size(STACK)
+    try:
+        yield
+    finally:
+        threading.stack_size(size)
+
+
+def on_thread(function: Callable[..., T], *args: Any) -> T:
+    """Call a function on a thread of its own; here, where the interpreter ends and none starts."""
+    with ThreadPoolExecutor(1, "spikefuse-compiler") as pool:
+        try:
+            with enough_stack():
+                task = pool.submit(function, *args)
+        except RuntimeError:
+            return function(*args)
+        return task.result()

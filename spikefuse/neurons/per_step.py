@@ -1,0 +1,67 @@
+"""Parameters with a value per time step, which become inputs of the step."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from spikefuse.neurons.definition import Neuron, call_step
+from spikefuse.neurons.description import bind
+
+
+def per_step_values(values: dict[str, Any], x: Tensor) -> dict[str, Tensor]:
+    """Return the values that broadcast over all dims of the input `[T, B, ...]`, by name.
+
+    Raises:
+        ValueError: they do not broadcast, or have another number of steps.
+    """
+    found = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.ndim == x.ndim}
+    for name, value in found.items():
+        expected = [len(x), 1, *x.shape[2:]]
+        pairs = zip(value.shape[1:], expected[1:], strict=True)
+        if value.shape[0] != len(x) or not all(n in (1, m) for n, m in pairs):
+            raise ValueError(
+                f"parameter '{name}' has shape {list(value.shape)}: with as many dims as the "
+                f"input, it has a value per step, and must broadcast to {expected}"
+            )
+    return found
+
+
+class PerStep(Neuron):
+    """A neuron whose parameters `names` are further inputs; made by `with_inputs`."""
+
+    neuron: Neuron
+    names: tuple[str, ...]
+
+    def step_of_neuron(self, *args: Tensor) -> Any:
+        num, split = len(self.neuron.input_names), len(self.input_names)
+        values = dict(zip(self.names, args[num:split], strict=True))
+        return call_step(bind(self.neuron, values), args[:num], args[split:])
+
+
+def with_inputs(neuron: Neuron, values: dict[str, Any], names: tuple[str, ...]) -> PerStep:
+    """Return `neuron` with further inputs, the values `names`.
+
+    Args:
+        values: the run-time values of the neuron.
+    """
+    definition = _class(type(neuron), len(names))()
+    definition.neuron = bind(neuron, {**values, **dict.fromkeys(names, 0.0)})
+    definition.names = names
+    return definition
+
+
+@cache
+def _class(kind: type[Neuron], num: int) -> type[PerStep]:
+    """`PerStep` with the states of a neuron, and its inputs and `num` more."""
+    names = ("self", *kind.input_names, *(f"value{i}" for i in range(num)), *kind.states)
+
+    def step(self: PerStep, *args: Tensor) -> Any:
+        return self.step_of_neuron(*args)
+
+    parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
+    setattr(step, "__signature__", inspect.Signature(parameters))  # noqa: B010
+    return type(f"{kind.__name__}PerStep", (PerStep,), {**kind.states, "step": step})
