@@ -65,8 +65,7 @@ def test_prepare_fx() -> None:
 def test_prepare_qat() -> None:
     quantization = pytest.importorskip("torch.ao.quantization")
     net = sf.Temporal(network()).train()
-    for layer in (net.net[0], net.net[2]):
-        layer.qconfig = quantization.get_default_qat_qconfig("x86")
+    net.qconfig = quantization.get_default_qat_qconfig("x86")
     quantization.prepare_qat(net, inplace=True)
     net(X).sum().backward()
     assert net.net[0].weight.grad.any()
