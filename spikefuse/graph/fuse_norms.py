@@ -205,6 +205,8 @@ def _check_sum_is_returnable(
     keeps_order = {name_of(v) for v in views} <= RESHAPES
     if not (is_known and later and keeps_order):
         raise NotFusible("its result is also read by something else")
+    if any(name_of(n) == "register_hook" for x in (read, *views) for n in x.users):
+        raise NotFusible("a hook sees the gradient of its result")
     returned = read.graph.output_node().all_input_nodes
     if value(read).requires_grad and storage_of(read) in map(storage_of, returned):
         # The spikes have a gradient with respect to it, but not to the sum that a block returns.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import spikefuse as sf
 from spikefuse.graph.report import Place
 from spikefuse.nn.encode import direct
-from tests.graph.norm_networks import FLAG, FUSED, Double, Net, compare, lif
+from tests.graph.norm_networks import FLAG, FUSED, Double, Net, compare, lif, results
 
 
 def chain(n: Net, x: Tensor) -> Tensor:
@@ -499,3 +499,57 @@ def test_norm_at_two_places(name: str, memory, constant: bool) -> None:
     pairs += [(p.grad, q.grad) for p, q in zip(fused.parameters(), net.parameters(), strict=True)]
     for a, b in pairs:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def hooked_late(n: Net, x: Tensor) -> Tensor:
+    spikes = n.lif(y := n.bn(n.first(x)))
+    if y.requires_grad:
+        y.register_hook(lambda g: 2 * g)
+    return spikes
+
+
+def view_hooked_late(n: Net, x: Tensor) -> Tensor:
+    spikes = n.lif(y := n.same(n.bn(n.first(x))).view(x.shape))
+    if y.requires_grad:
+        y.register_hook(lambda g: 2 * g)
+    return spikes
+
+
+def reads_statistics(n: Net, x: Tensor) -> Tensor:
+    return n.lif(n.bn(n.first(x))) + n.bn.running_mean
+
+
+def asks_for_tensors(n: Net, x: Tensor) -> Tensor:
+    y = n.bn(n.first(x))
+    spikes = n.lif(2 * y if isinstance(y, torch.Tensor) else y)
+    return spikes if type(spikes) is torch.Tensor else -spikes
+
+
+@pytest.mark.parametrize("forward", [hooked_late, view_hooked_late, reads_statistics])
+def test_what_code_does_after_the_neuron(forward: Callable[..., Tensor]) -> None:
+    compare(sf.Temporal(Net(forward)), torch.randn(4, 3, 6))
+
+
+def test_code_that_asks_for_tensors_under_checkpoint() -> None:
+    x = torch.randn(4, 3, 6)
+    policies = None, sf.memory.Checkpoint()
+    expected, found = (results(sf.Temporal(Net(asks_for_tensors), m), x) for m in policies)
+    torch.testing.assert_close(found["first output"], expected["first output"])
+    torch.testing.assert_close(found["first gradient"], expected["first gradient"])
+
+
+def test_gradients_of_a_norm_after_the_call() -> None:
+    def kept(n: Net, x: Tensor) -> Tensor:
+        n.seen.append(n.bn(n.first(x)))
+        return n.lif(n.seen[-1])
+
+    x, found = torch.randn(4, 3, 6), []
+    for net in (sf.Temporal(Net(kept)), sf.fuse(sf.Temporal(Net(kept)))):
+        loss = (net(x) * torch.arange(6.0)).sum()
+        z = net.net.seen[-1]
+        z.retain_grad()
+        (gradient,) = torch.autograd.grad(loss, z, retain_graph=True)
+        loss.backward()
+        found.append((gradient, z.grad))
+    assert found[0][0].any()
+    torch.testing.assert_close(*found)
