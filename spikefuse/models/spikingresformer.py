@@ -28,6 +28,7 @@ class SpikeScale(nn.Module):
     """
 
     rate: Tensor
+    is_leaf = True  # of traced graphs
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()

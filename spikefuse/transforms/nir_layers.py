@@ -18,6 +18,8 @@ class Scale(nn.Module):
     Shapes: `x`, `y`: `[B, ...]`; `scale`, a buffer: any shape that broadcasts to one of x's rows.
     """
 
+    is_leaf = True  # of traced graphs
+
     def __init__(self, scale: Tensor | float) -> None:
         super().__init__()
         self.register_buffer("scale", torch.as_tensor(scale))
@@ -36,6 +38,8 @@ class Threshold(nn.Module):
     Shapes: `x`, the spikes: `[B, ...]`; `threshold`, a buffer: any shape that broadcasts to one of
     x's rows.
     """
+
+    is_leaf = True  # of traced graphs
 
     def __init__(self, threshold: Tensor | float, surrogate: Surrogate) -> None:
         super().__init__()
