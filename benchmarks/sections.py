@@ -275,7 +275,10 @@ def _by_way(rows: list[Result], ways: Sequence[str], key: str) -> str:
 
     def cell(row: Result, name: str) -> str:
         found = [c for c in row["contenders"] if c["network"] == name and c["way"] in ways]
-        shown = [mebibytes(c.get(key) or None) if key == "peak_bytes" else value(c, key) for c in found]
+        if key == "peak_bytes":  # 0 where it is not seen from outside
+            shown = [mebibytes(c.get(key) or None) for c in found]
+        else:
+            shown = [value(c, key) for c in found]
         return " / ".join(shown) if set(shown) - {"–"} else "–"
 
     names = dict.fromkeys(c["network"] for c in flat(rows) if c["status"] == "ok")

@@ -425,7 +425,7 @@ def test_files_that_ask_whether_torch_compile_traces() -> None:
     names = {module_name(PACKAGE, file) for file in found}
     assert names == {
         *("neurons.spike", "neurons.surrogate", "nn.checkpoint", "nn.temporal"),
-        *("scan.checks", "scan.op"),
+        *("scan.checks", "scan.op", "scan.per_neuron"),
     }
 
 

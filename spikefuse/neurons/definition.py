@@ -322,7 +322,9 @@ def channel_view(name: str, value: Tensor, step_shape: torch.Size) -> Tensor:
     inner, is_traced = step_shape[1:], torch.jit.is_tracing()  # type: ignore[attr-defined]
     view = value.view(-1, *(1,) * (len(inner) - 1)) if value.ndim == 1 and inner else value
     pairs = zip(view.shape, inner, strict=False)
-    fits = len(view.shape) == len(inner) and (is_traced or all(n in (1, m) for n, m in pairs))
+    # Not `n in (1, m)`, which TorchDynamo answers wrongly for sizes that are symbols.
+    is_broadcast = is_traced or all(n == 1 or n == m for n, m in pairs)
+    fits = len(view.shape) == len(inner) and is_broadcast
     if not fits or (value.ndim == 1 and not is_traced and value.shape[0] != inner[0]):
         channels = inner[0] if inner else "none"
         kind = ValuePerStep if value.ndim == len(step_shape) + 1 else ValueError

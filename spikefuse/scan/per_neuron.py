@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from spikefuse._torch import is_traced
 from spikefuse.neurons.definition import channel_view
 from spikefuse.scan.records import Arguments, Results
 
@@ -17,7 +18,9 @@ def flattened(
     gives results the shape of the inputs again."""
     x = arguments.inputs[0]
     shape = x.shape[2:]
-    order = sorted(range(len(shape)), key=lambda d: -x.stride(d + 2))
+    order = [*range(len(shape))]
+    if not is_traced():  # TorchDynamo cannot sort symbols
+        order.sort(key=lambda d: -x.stride(d + 2))
     back = [order.index(d) for d in range(len(shape))]
 
     def fold(t: Tensor, first: int) -> Tensor:

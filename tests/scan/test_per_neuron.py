@@ -118,6 +118,16 @@ def test_a_compiled_call():
         assert torch.equal(compiled(x), neuron(x))
 
 
+def test_a_compiled_call_of_any_size():
+    """Sizes that have changed are symbols of the next graph."""
+    torch.compiler.reset()
+    for channels, height, width in ((2, 3, 4), (3, 4, 5), (4, 5, 2)):
+        neuron = sf.LIF(nn.Parameter(torch.rand(channels, height, width)))
+        compiled = torch.compile(neuron, backend="aot_eager", fullgraph=True)
+        x = drawn(channels, height, width)
+        assert torch.equal(compiled(x), neuron(x))
+
+
 def test_wrong_initial_values():
     for value in (torch.ones(3), nn.Parameter(torch.tensor(1.0))):
         with pytest.raises(TypeError, match=r"assign the tensor to an attribute.*State\(.rest.\)"):

@@ -21,9 +21,10 @@ from tests import processes
 from tests.train.programs import plain
 
 PLAIN = Path(__file__).parent / "programs" / "plain.py"
-# Random pixels, spikes and order must be the same however a batch is shared.
+# Random pixels, spikes and order must be the same however a batch is shared. Fusing takes each
+# process seconds.
 OPTIONS = shlex.split(
-    "--model plain --batch-size 128 -T 4 --device cpu --encoding poisson --threshold 0.3"
+    "--model plain --batch-size 128 -T 4 --device cpu --encoding poisson --threshold 0.3 --no-fuse"
 )
 
 

@@ -224,11 +224,11 @@ def run_in_shell(command: str, folder: Path) -> tuple[int, str]:
 
 
 def test_a_run_goes_on_without_its_output(tmp_path: Path, small: list[str]) -> None:
-    options = " ".join([*small, "--model", "mlp", "--epochs", "1"])
+    options = " ".join([*small, "--model", "mlp", "--epochs", "1", "--no-fuse"])
     assert run_in_shell(f"$0 train {options} --out r | head -1", tmp_path) == (0, "")
     assert (tmp_path / "r" / "result.json").exists()
     # The output of an evaluation is its result, so that it must be written.
-    evaluate = "$0 eval r/best.ckpt --device cpu"
+    evaluate = "$0 eval r/best.ckpt --device cpu --no-fuse"
     full = "spikefuse eval: error: [Errno 28] No space left on device\n"
     assert run_in_shell(f"{evaluate} > /dev/full", tmp_path) == (1, full)
     assert run_in_shell(f"{evaluate} >&-", tmp_path) == (0, "")
