@@ -51,10 +51,10 @@ class AxisNorm(nn.BatchNorm1d):
                 # The mean over all batches, computed without waiting for a GPU.
                 rate = 1 / (batches + 1)
             running = Running(mean, variance, batches, rate)
-        # A norm in a graph of ours is one over all ranks. PyTorch's refuses one value per channel,
-        # of which other ranks have more, and ends the graph at a momentum that is a tensor.
-        is_known = x.numel() > x.shape[1] and not isinstance(running.momentum, Tensor)
-        if active.captures and is_known and not is_plain((x,)):
+        # In our graphs `F.batch_norm` stands for a norm over all ranks. It refuses one value per
+        # channel, although other ranks may hold more, and a momentum that is a tensor.
+        is_capturable = x.numel() > x.shape[1] and not isinstance(running.momentum, Tensor)
+        if active.captures and is_capturable and not is_plain((x,)):
             if running.batches is not None:
                 running.batches.add_(1)
             return self._in_graph(x, *running[:2], *affine, True, running.momentum, self.eps)
@@ -77,18 +77,20 @@ class SyncNorm(AxisNorm, nn.SyncBatchNorm):
         # Copies and unpickled norms have no other moment in common.
         norm = super().__new__(cls)
         batch_norm.synchronized[id(norm)] = norm
+        torch.compiler.allow_in_graph(batch_norm.synchronized_batch_norm)
         return norm
 
     def __init__(self, norm: nn.SyncBatchNorm) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(norm.__dict__)
-        torch.compiler.allow_in_graph(batch_norm.synchronized_batch_norm)
 
     def _in_graph(self, x: Tensor, *given: Any) -> Tensor:
+        if not self.training:  # without running statistics; PyTorch's does not synchronize then
+            return F.batch_norm(x, *given)
         return batch_norm.synchronized_batch_norm(x, *given, norm=id(self))
 
     def _collectives(self) -> Collectives | None:
-        return collectives.group_of(self)
+        return collectives.group_of(self) if self.training else None
 
 
 def normalize(
@@ -99,6 +101,12 @@ def normalize(
 ) -> Tensor:
     """A batch norm with the statistics of all ranks, by which it updates `running`; `affine` is
     (weight, bias, eps), and `ranks` None for this process alone."""
+    if ranks is None:
+        if running.batches is not None:
+            running.batches.add_(1)
+        weight, bias, eps = affine
+        rate = float(running.momentum)
+        return F.batch_norm(x, running.mean, running.variance, weight, bias, True, rate, eps)
     y, mean, var, count = _NormalizeOverRanks.apply(x, *affine, ranks)
     with torch.no_grad():
         update_running_stats(running, mean, var * (count / (count - 1)))
@@ -158,8 +166,7 @@ class _NormalizeOverRanks(torch.autograd.Function):
         x, weight, mean, scale, count = ctx.saved_tensors
         sums, products = _sums(grad, x, mean, scale)
         total = torch.stack([sums, products])
-        if ctx.ranks is not None:
-            ctx.ranks.sum(total)
+        ctx.ranks.sum(total)
         means = total / count
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         return (
@@ -170,7 +177,7 @@ class _NormalizeOverRanks(torch.autograd.Function):
         )
 
 
-def _moments(x: Tensor, ranks: Collectives | None) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(x: Tensor, ranks: Collectives) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and variance per channel over all ranks, and the number of values."""
     if x.is_cuda:
         mean, scale = torch.batch_norm_stats(_dense(x), _EPS)
@@ -179,8 +186,7 @@ def _moments(x: Tensor, ranks: Collectives | None) -> tuple[Tensor, Tensor, Tens
         var, mean = torch.var_mean(x.movedim(1, -1).float(), _leading(x), correction=0)
     values = x.numel() // x.shape[1]
     mine = torch.cat([mean, var, mean.new_full((1,), values)])
-    shares = mine[None] if ranks is None else ranks.gather(mine)
-    means, variances, counts = shares.split([len(mean), len(var), 1], 1)
+    means, variances, counts = ranks.gather(mine).split([len(mean), len(var), 1], 1)
     count = counts.sum()
     weights = counts / count
     mean = (weights * means).sum(0)

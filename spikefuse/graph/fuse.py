@@ -10,8 +10,10 @@ from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from spikefuse._torch import separate
 from spikefuse.block import batch_norm
@@ -50,7 +52,7 @@ def fuse(model: M, mode: str = "auto") -> M:
     Raises:
         TypeError: `model` is not a module, or one that PyTorch has distributed or compiled: fuse it
             before.
-        ValueError: the mode is unknown.
+        ValueError: the mode is unknown, or layers are lazy and were never called.
     """
     check_module("model", model)
     for name, module in model.named_modules():
@@ -70,6 +72,7 @@ def fuse(model: M, mode: str = "auto") -> M:
         raise TypeError(
             "model is compiled already: fuse the network first, torch.compile(spikefuse.fuse(net))"
         )
+    _check_attributes(model)
     compiled = {m for part in model.modules() if is_compiled(part) for m in part.modules()}
     names = {m: f"{name}.net." if name else "net." for name, m in model.named_modules()
              if isinstance(m, Temporal) and m not in compiled}  # fmt: skip
@@ -86,6 +89,18 @@ def fuse(model: M, mode: str = "auto") -> M:
     return result
 
 
+def _check_attributes(model: nn.Module) -> None:
+    """Refuse a model whose attributes `fuse` would replace, or whose layers will be replaced."""
+    own = vars(model).get("forward")
+    wrap = "fuse a module around it, spikefuse.fuse(nn.Sequential(model))"
+    if own is not None and getattr(own, "func", None) is not run_fused:
+        raise TypeError(f"model.forward was assigned to the instance: {wrap}")
+    if not isinstance(getattr(model, "fusion", None), Fusion | None):
+        raise TypeError(f"model.fusion exists, where fuse stores its report: {wrap}")
+    if any(is_lazy(x) for x in (*model.parameters(), *model.buffers())):
+        raise ValueError("model has lazy layers without values: call it once, then fuse it")
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is the result of `torch.compile`."""
     return type(module).__name__ == "OptimizedModule"
@@ -99,9 +114,16 @@ class ModuleCopies:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = set(model.modules())
         #: What was copied and its copy, by id: without a reference, an id may name another object.
-        self._made: dict[int, tuple[Any, Any]] = {}
+        self._made: dict[int, tuple[Any, Any]] = {
+            id(module): (module, _without_references(module)) for module in model.modules()
+        }
+        for module, copied in [*self._made.values()]:
+            if copied is not module:
+                state = vars(copied)
+                state.update({name: self.of(value) for name, value in state.items()})
+                if is_compiled(copied):
+                    copied.__setstate__(copied.__getstate__())  # which compiles the copy
 
     def of(self, value: Any) -> Any:
         """Return `value` with references to the copies, or itself if it refers to no module."""
@@ -112,8 +134,6 @@ class ModuleCopies:
         return self._made[key][1]
 
     def _copy(self, value: Any) -> Any:
-        if isinstance(value, nn.Module):
-            return self._copy_module(value) if value in self._modules else value
         if isinstance(value, MethodType):
             owner = self.of(value.__self__)
             return value if owner is value.__self__ else MethodType(value.__func__, owner)
@@ -125,40 +145,30 @@ class ModuleCopies:
             bound = copy.copy(value)  # a hook of state dicts, bound to its module
             bound.__setstate__(self.of(bound.__getstate__()))
             return bound
-        if isinstance(value, FunctionType) and value.__closure__:
-            return self._copy_function(value, value.__closure__)
+        if isinstance(value, FunctionType):
+            return self._copy_function(value)
         return self._copy_container(value)
 
-    def _copy_module(self, module: nn.Module) -> nn.Module:
-        result = copy.copy(module)
-        if isinstance(module, nn.SyncBatchNorm) and batch_norm.traceable is not None:
-            result = batch_norm.traceable(module)
-        self._made[id(module)] = module, result
-        separate(result, shares_tensors=True)
-        state = vars(result)
-        state.update({name: self.of(value) for name, value in state.items()})
-        if is_compiled(result):
-            result.__setstate__(result.__getstate__())  # which compiles the copy
-        return result
-
-    def _copy_function(self, function: FunctionType, cells: Sequence[CellType]) -> FunctionType:
+    def _copy_function(self, function: FunctionType) -> FunctionType:
         # Only modules and their methods: lists that a function changes are read elsewhere.
-        empty = CellType()
+        def copied(value: Any) -> Any:
+            return self.of(value) if isinstance(value, nn.Module | MethodType) else value
+
+        cells, empty = function.__closure__ or (), CellType()
+        named = function.__kwdefaults__ or {}
         old = [None if cell == empty else cell.cell_contents for cell in cells]
-        new = [self.of(x) if isinstance(x, nn.Module | MethodType) else x for x in old]
+        old += [*(function.__defaults__ or ()), *named.values()]
+        new = [*map(copied, old)]
         if _are_same(old, new):
             return function
         closure = tuple(
-            cell if x is y else CellType(y) for cell, x, y in zip(cells, old, new, strict=True)
+            cell if x is y else CellType(y) for cell, x, y in zip(cells, old, new, strict=False)
         )
-        result = FunctionType(
-            function.__code__,
-            function.__globals__,
-            function.__name__,
-            function.__defaults__,
-            closure,
-        )
-        result.__kwdefaults__ = function.__kwdefaults__
+        defaults = tuple(new[len(cells) : len(new) - len(named)]) or None
+        code, names = function.__code__, function.__globals__
+        result = FunctionType(code, names, function.__name__, defaults, closure or None)
+        result.__kwdefaults__ = dict(zip(named, new[len(new) - len(named) :], strict=True)) or None
+        result.__qualname__ = function.__qualname__
         vars(result).update(vars(function))
         return result
 
@@ -173,6 +183,22 @@ class ModuleCopies:
             new = [*map(self.of, old)]
             return value if _are_same(old, new) else kind(zip(new[::2], new[1::2], strict=True))
         return value
+
+
+def _without_references(module: nn.Module) -> nn.Module:
+    """Return a copy that still refers to the modules that `module` refers to."""
+    kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        return module  # which has its code and its mode in C++
+    result: nn.Module
+    if isinstance(module, nn.SyncBatchNorm) and kind is nn.SyncBatchNorm and batch_norm.traceable:
+        result = batch_norm.traceable(module)
+    else:
+        result = kind.__new__(kind)
+        # Without what torch.compile has made of it; parametrized modules refuse to be pickled.
+        vars(result).update(nn.Module.__getstate__(module))
+    separate(result, shares_tensors=True)
+    return result
 
 
 def _are_same(old: Sequence[Any], new: Sequence[Any]) -> bool:

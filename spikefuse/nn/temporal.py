@@ -379,7 +379,7 @@ def _refuse_in_sequential(name: str, module: nn.Module) -> None:
                 "the layers here are called once for all time steps: replace it first, by "
                 "Temporal(spikefuse.convert(net))"
             )
-    if type(module).forward is nn.Sequential.forward:
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         for key, child in module.named_children():
             _refuse_in_sequential(f"{name}.{key}", child)
 

@@ -174,7 +174,7 @@ class Single:
 
 
 # States that start at rest and elsewhere, two states and a counter, and learnable parameters.
-@pytest.mark.parametrize("name", ["RefractoryLIF", "GatedLIF", "Izhikevich"])
+@pytest.mark.parametrize("name", ["RefractoryLIF", "Izhikevich"])
 def test_models(group: Group, name: str) -> None:
     make, x = Single(name), 3 * make_input((T, 5, 6))
     found = group(shared, make, x, [Checkpoint(8)], 1, "exact", size=2)

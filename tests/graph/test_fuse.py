@@ -197,6 +197,40 @@ def test_hooks_belong_to_each() -> None:
     assert seen == ["before", "after", "before"]
 
 
+def test_references_in_shared_containers_and_defaults() -> None:
+    a, b, seen = nn.Linear(6, 6), nn.Linear(6, 6), []
+    a.others = b.others = {"a": a, "b": b}
+    a.register_forward_hook(lambda m, x, y, owner=b: seen.append(owner))
+    fused = sf.fuse(sf.Temporal(nn.Sequential(a, b, lif())))
+    a, b, _ = fused.net
+    assert a.others["b"] is b.others["b"] is b
+    assert b.others["a"] is a
+    fused(torch.randn(4, 3, 6))
+    assert seen == [b]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_parametrized_and_scripted_modules() -> None:
+    norm = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+    net = sf.Temporal(nn.Sequential(norm, torch.jit.script(nn.Linear(6, 6)), lif()))
+    fused, x = sf.fuse(net), torch.randn(4, 3, 6)
+    torch.testing.assert_close(fused(x), net(x))
+    assert all(p is q for p, q in zip(fused.parameters(), net.parameters(), strict=True))
+
+
+def test_refused_attributes() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(6), sf.LIF())
+    net.forward = lambda x: x
+    with pytest.raises(TypeError, match="was assigned to the instance: fuse a mod"):
+        sf.fuse(net)
+    net = nn.Sequential(nn.BatchNorm1d(6), sf.LIF())
+    net.fusion = nn.Identity()
+    with pytest.raises(TypeError, match="where fuse stores its report"):
+        sf.fuse(net)
+    with pytest.raises(ValueError, match="lazy layers without values: call it once"):
+        sf.fuse(sf.Temporal(nn.Sequential(nn.LazyLinear(6), sf.LIF())))
+
+
 def test_hooks_of_state_dicts_get_the_copies() -> None:
     seen: list[nn.Module] = []
     net = network()

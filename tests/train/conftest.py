@@ -38,5 +38,5 @@ def alone(spikefuse: Spikefuse, monkeypatch: pytest.MonkeyPatch) -> Spikefuse:
 
 @pytest.fixture(scope="session")
 def small() -> list[str]:
-    """Options of a run with 2 epochs of 10 steps."""
-    return shlex.split("--batch-size 128 --num-steps 2 --epochs 2 --device cpu")
+    """Options of a run with 2 epochs of 10 steps. Fusing would take each run seconds."""
+    return shlex.split("--batch-size 128 --num-steps 2 --epochs 2 --device cpu --no-fuse")

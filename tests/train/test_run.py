@@ -30,7 +30,7 @@ SHARED = (*OPTIONS, "--time-ranks", "2")
 def test_a_run_and_its_evaluation(
     spikefuse: Spikefuse, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert spikefuse("train", *small, "--batch-size", "32", "--epochs", "8") == 0
+    assert spikefuse("train", *small, "--fuse", "--batch-size", "32", "--epochs", "8") == 0
     output, errors = capsys.readouterr()
     assert errors == ""
     directory = tmp_path / "runs" / "digits-conv-1"
