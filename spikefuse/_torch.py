@@ -111,6 +111,11 @@ version: Callable[[Tensor], int] = attrgetter("_version") if hasattr(Tensor, "_v
 is_traced = torch.compiler.is_compiling
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has returned a module, whose only submodule is the original."""
+    return type(module).__name__ == "OptimizedModule"
+
+
 def dynamo_is_imported() -> bool:
     return "torch._dynamo" in sys.modules
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from spikefuse._torch import separate
+from spikefuse._torch import is_compiled, separate
 from spikefuse.block import batch_norm
 from spikefuse.graph.captured import Captured
 from spikefuse.graph.report import Fusion
@@ -31,14 +31,15 @@ def fuse(model: M, mode: str = "auto") -> M:
     TorchDynamo captures the calls of the network. In its graphs, norm → neuron and norm → add →
     neuron become one operation each, layers before the first neuron compute one step of an input
     that is the same at each step, and poolings run on kernels of this library. Whatever else the
-    network does runs as it is. Another mode of training, gradients or autocast, or another shape is
-    captured anew. Where a network cannot be captured, it runs unfused: slower, never different.
+    network does runs as it is. A change of training mode, grad mode, autocast or input shape
+    triggers a new capture. Where a network cannot be captured, it runs unfused: slower, never
+    different.
 
     The result is a new module with the same names. It shares parameters and buffers with `model`,
     which remains usable; training mode, hooks and other attributes are its own. State dicts load
-    both ways, and an optimizer of one trains both.
-    In a model that contains a `Temporal`, what the `Temporal` runs is captured; any other module is
-    captured whole, such as a network that handles `[T, B, ...]` itself.
+    both ways, and an optimizer of one trains both. In a model that contains a `Temporal`, what the
+    `Temporal` runs is captured; any other module is captured whole, such as a network that handles
+    `[T, B, ...]` itself.
 
     Args:
         model: a network with neurons.
@@ -55,24 +56,7 @@ def fuse(model: M, mode: str = "auto") -> M:
         ValueError: the mode is unknown, or layers are lazy and were never called.
     """
     check_module("model", model)
-    for name, module in model.named_modules():
-        if isinstance(module, DataParallel | DistributedDataParallel):
-            where = f"'{name}'" if name else "model"
-            raise TypeError(
-                f"{where} is a {type(module).__name__}, which holds the network as it is: fuse "
-                f"the network first, {type(module).__name__}(spikefuse.fuse(net))"
-            )
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
-            where = f"'{name}'" if name else "model"
-            raise TypeError(
-                f"the parameters of {where} are split by fully_shard, which allows no copies: fuse "
-                "the network first, fully_shard(spikefuse.fuse(net))"
-            )
-    if is_compiled(model):
-        raise TypeError(
-            "model is compiled already: fuse the network first, torch.compile(spikefuse.fuse(net))"
-        )
-    _check_attributes(model)
+    _check(model)
     compiled = {m for part in model.modules() if is_compiled(part) for m in part.modules()}
     names = {m: f"{name}.net." if name else "net." for name, m in model.named_modules()
              if isinstance(m, Temporal) and m not in compiled}  # fmt: skip
@@ -89,8 +73,24 @@ def fuse(model: M, mode: str = "auto") -> M:
     return result
 
 
-def _check_attributes(model: nn.Module) -> None:
-    """Refuse a model whose attributes `fuse` would replace, or whose layers will be replaced."""
+def _check(model: nn.Module) -> None:
+    """Refuse a model that cannot be copied, or whose attributes `fuse` would replace."""
+    for name, module in model.named_modules():
+        where = f"'{name}'" if name else "model"
+        if isinstance(module, DataParallel | DistributedDataParallel):
+            raise TypeError(
+                f"{where} is a {type(module).__name__}, which holds the network as it is: fuse "
+                f"the network first, {type(module).__name__}(spikefuse.fuse(net))"
+            )
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            raise TypeError(
+                f"the parameters of {where} are split by fully_shard, which allows no copies: fuse "
+                "the network first, fully_shard(spikefuse.fuse(net))"
+            )
+    if is_compiled(model):
+        raise TypeError(
+            "model is compiled already: fuse the network first, torch.compile(spikefuse.fuse(net))"
+        )
     own = vars(model).get("forward")
     wrap = "fuse a module around it, spikefuse.fuse(nn.Sequential(model))"
     if own is not None and getattr(own, "func", None) is not run_fused:
@@ -101,16 +101,12 @@ def _check_attributes(model: nn.Module) -> None:
         raise ValueError("model has lazy layers without values: call it once, then fuse it")
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is the result of `torch.compile`."""
-    return type(module).__name__ == "OptimizedModule"
-
-
 class ModuleCopies:
     """Copies of the modules of a network, which refer to each other and share all tensors.
 
     References to a module are followed in its attributes, in hooks, and there in lists, tuples,
-    dicts and sets, bound methods, partial functions and closures; other objects are shared.
+    dicts and sets, bound methods, partial functions, closures and default arguments. Other objects
+    are shared, with the modules that they hold.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -66,7 +66,7 @@ def shares_time() -> bool:
 
 
 def _passing(synchronized: int | None = None) -> StatePassing | None:
-    """The state passing of the call, for a norm with processes of its own those of the norm."""
+    """The state passing of the call, or of a norm that has processes of its own."""
     passing = None if active.call is None else active.call.passing
     if synchronized is None:
         return passing

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from spikefuse._torch import children_of, hooks_of, registries, separate
+from spikefuse._torch import children_of, hooks_of, is_compiled, registries, separate
 from spikefuse.kernels.norm import BatchNorm
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.activations import ACTIVATIONS
@@ -25,7 +25,6 @@ from spikefuse.transforms.converters.common import (
     Library,
     Refusal,
     Rule,
-    is_compiled,
 )
 from spikefuse.transforms.converters.forward_code import CodeReader, GraphReader, Roles
 from spikefuse.transforms.converters.over_time import over_time, refuse_temporal

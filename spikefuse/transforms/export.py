@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.jit import TracerWarning  # type: ignore[attr-defined]
 
+from spikefuse._torch import is_compiled
 from spikefuse.block.block import Block
 from spikefuse.events.linear import EventLinear
 from spikefuse.graph.fuse import run_fused
@@ -20,7 +21,6 @@ from spikefuse.nn.nesting import map_tensors
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.temporal import Temporal
-from spikefuse.transforms.converters.common import is_compiled
 
 
 def exportable(net: nn.Module, step: bool = False) -> nn.Module:

@@ -86,11 +86,6 @@ class Library:
 _M = TypeVar("_M", bound=nn.Module)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has returned a module, whose only submodule is the original."""
-    return type(module).__name__ == "OptimizedModule"
-
-
 def as_class(kind: type[_M], module: nn.Module) -> _M:
     """Return the same module, with its parameters, buffers, hooks and modes, as one of `kind`."""
     made = kind.__new__(kind)
