@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,15 +44,19 @@ def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("open_neuromorphic", __doc__, rounds=5)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--N", type=int, nargs="+", help=f"neurons {SIZES}")
+    parser.add_argument("--libraries", nargs="+", choices=(*LIBRARIES, SPYX), metavar="LIBRARY",
+                        help=f"of {'; '.join((*LIBRARIES, SPYX))} (all)")  # fmt: skip
     args = runner.parse(parser, argv)
+    args.libraries = args.libraries or [*LIBRARIES, SPYX]
     args.N = args.N or ([16] if args.quick else list(SIZES))
     device, timing = torch.device(args.device), Timing.of(args, whole_steps=True)
     steps = 5 if args.quick else STEPS
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
+    measure_size = partial(measure_layer, args.libraries, timing)
     try:
         return runner.run_cases(args, (
-            (f"N = {N}, {dtype}", partial(measure_layer, N, steps, dtype, device, timing))
+            (f"N = {N}, {dtype}", partial(measure_size, device, (steps, BATCH, N), dtype))
             for N in args.N
             for dtype in args.dtype
         ))  # fmt: skip
@@ -60,10 +64,13 @@ def main(argv: list[str] | None = None) -> Path:
         torch.set_float32_matmul_precision(before)
 
 
-def measure_layer(N: int, steps: int, dtype: str, device: torch.device, timing: Timing) -> Record:
-    size = (steps, BATCH, N)
+def measure_layer(
+    names: list[str], timing: Timing, device: torch.device, size: tuple[int, int, int], dtype: str
+) -> Record:
+    T, batch, N = size
     x = torch.randn(size, device=device, generator=torch.Generator(device).manual_seed(N))
-    contenders = [*torch_contenders(x, dtype), spyx(x, dtype)]
+    contenders = [torch_contender(name, x, dtype) for name in names if name in LIBRARIES]
+    contenders += [spyx(x, dtype)] if SPYX in names else []
 
     def verify(contender: Contender, found: Spikes) -> None:
         shape, number = found
@@ -71,27 +78,25 @@ def measure_layer(N: int, steps: int, dtype: str, device: torch.device, timing: 
         assert shape == size, f"spikes are {list(shape)}"
         assert 0 <= rate < 1, f"{rate:.1%} of the neurons spike"
 
-    about = {"N": N, "T": steps, "batch": BATCH, "dtype": dtype}
+    about = {"N": N, "T": T, "batch": batch, "dtype": dtype}
     return about | measure(contenders, verify, timing)
 
 
-def torch_contenders(x: Tensor, dtype: str) -> Iterator[Contender]:
-    for name, make in LIBRARIES.items():
-        try:
-            linear = nn.Linear(x.shape[2], x.shape[2], device=x.device)
-            net, parameters = make(linear, x), tuple(linear.parameters())
-        except Exception as error:
-            yield Contender(name, unavailable=first_line(error))
-            continue
+def torch_contender(name: str, x: Tensor, dtype: str) -> Contender:
+    linear = nn.Linear(x.shape[2], x.shape[2], device=x.device)
+    try:
+        net = LIBRARIES[name](linear, x)
+    except Exception as error:
+        return Contender(name, unavailable=first_line(error))
 
-        def run(net: Net = net, parameters: tuple[Tensor, ...] = parameters) -> Spikes:
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-                spikes = net(x)
-                loss = spikes.sum()
-            torch.autograd.grad(loss, parameters)
-            return tuple(spikes.shape), loss.detach()
+    def run() -> Spikes:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+            spikes = net(x)
+            number = spikes.sum(dtype=torch.float32)
+        torch.autograd.grad(number, tuple(linear.parameters()))
+        return tuple(spikes.shape), number.detach()
 
-        yield Contender(name, run)
+    return Contender(name, run)
 
 
 # Networks in PyTorch, by library
