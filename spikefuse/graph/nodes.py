@@ -35,6 +35,7 @@ _IN_PLACE_OPERATORS = {
     *(getattr(operator, f"i{name}") for name in ("mod", "pow", "matmul", "and", "or", "xor")),
     *(getattr(operator, f"i{name}") for name in ("lshift", "rshift", "concat")),
 }
+_IN_PLACE_METHODS = {f"__{function.__name__}__" for function in _IN_PLACE_OPERATORS}
 _CUSTOM_OPS = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 # Functions of torch that enter and leave modes, by which Dynamo records context managers.
 _MODES = re.compile("_(set_grad_enabled|(enter|exit)_(autocast|inference_mode))")
@@ -126,7 +127,7 @@ def changes_something(node: fx.Node) -> bool:
     if not node.op.startswith("call"):
         return False
     target, name = node.target, name_of(node)
-    if target in _IN_PLACE_OPERATORS or _MODES.fullmatch(name):
+    if target in _IN_PLACE_OPERATORS or name in _IN_PLACE_METHODS or _MODES.fullmatch(name):
         return True
     if target == "add_" and _is_counter(node.args[0]):
         return False
