@@ -22,6 +22,8 @@ MODES = ("auto", "eager", "inductor", "recorded")
 
 #: How often graphs of a function are dropped for others, of which TorchDynamo has at most a few.
 MAX_RENEWALS = 4
+#: How many functions and sets of hooks are captured; with further hooks, the network runs unfused.
+MAX_CAPTURED = 16
 
 _numbers = count()
 
@@ -68,6 +70,9 @@ class Captured:
         self._is_new_call, self.report.has_run, self.report.net = True, False, net
         key = function, *hooks, current_policy()
         compiled = self._compiled.get(key)
+        if compiled is None and hooks and len(self._compiled) >= MAX_CAPTURED:
+            self.report.note("too many different hooks: the last call was not captured")
+            return _run(function, net, args, kwargs)
         if compiled is None:
             compiled = self._compiled[key] = self._compile(function)
         outer, active.captures = active.captures, True
@@ -98,7 +103,7 @@ class Captured:
         """Drop the graphs of a function after a call that TorchDynamo has refused to capture."""
         if self._renewals < MAX_RENEWALS:
             self._renewals += 1
-            del self._compiled[key]
+            self._compiled.pop(key, None)  # unless another thread has
         else:
             self.report.note("too many shapes and modes: the last call was not captured")
 
