@@ -20,7 +20,7 @@ from spikefuse.scan.checks import are_transformed
 
 MODES = ("auto", "eager", "inductor", "recorded")
 
-#: How often graphs of a function are dropped for others, of which TorchDynamo has at most a few.
+#: How often the graphs of a function are dropped to capture others: TorchDynamo stores only a few.
 MAX_RENEWALS = 4
 #: How many functions and sets of hooks are captured; with further hooks, the network runs unfused.
 MAX_CAPTURED = 16
@@ -108,8 +108,8 @@ class Captured:
             self.report.note("too many shapes and modes: the last call was not captured")
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        # TorchDynamo stores graphs with the code of a function and runs at most a few of each, so
-        # that each network needs code of its own.
+        # TorchDynamo stores graphs with the code of a function, and only a few for each, so that
+        # each network needs code of its own.
         assert isinstance(function, FunctionType)
         code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
         own = FunctionType(code, function.__globals__, function.__name__)

@@ -69,8 +69,8 @@ def has_one_reader(node: Any) -> bool:
 
 
 def _module(node: fx.Node) -> tuple[str, str]:
-    """The id of the module whose code a node is, and the expression that TorchDynamo has found it
-    by; empty if there is none."""
+    """The id of the module to whose code a node belongs, and the expression by which TorchDynamo
+    found it; both empty if there is none."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return "", ""
@@ -83,8 +83,8 @@ def have_one_module(a: fx.Node, b: fx.Node) -> bool:
 
 
 def module_of(node: fx.Node, net: nn.Module | None) -> str:
-    """The qualified name in `net`, if it is known, of the module whose code a node is; "" for the
-    whole network."""
+    """The qualified name in `net`, if it is known, of the module to whose code a node belongs; ""
+    for the whole network."""
     key, path = _module(node)
     if net is not None:
         for name, module in net.named_modules():
