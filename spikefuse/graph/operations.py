@@ -17,6 +17,7 @@ from spikefuse.block import batch_norm as batch_norms
 from spikefuse.block import functional
 from spikefuse.block.functional import Norm, Statistics
 from spikefuse.block.program import BlockProgram, block_program
+from spikefuse.graph.nodes import arguments_of
 from spikefuse.kernels.running import Running
 from spikefuse.nn import pool
 from spikefuse.nn.call import active, mark_binary, saving_spikes
@@ -58,6 +59,18 @@ def binary_outputs(node: fx.Node) -> Sequence[bool]:
     if node.target in (run_block, scan) or ScanNode.is_scan(node):
         return program(first).step.binary
     return binary_outputs(first[0].args[0]) if node.target is move_dim else ()
+
+
+def updated_statistics(node: fx.Node) -> list[fx.Node]:
+    """The running statistics that a batch norm in training changes."""
+    updated: Any = ()
+    if node.target in (F.batch_norm, batch_norm):
+        arguments = arguments_of(node, node.target)
+        if arguments["training"]:
+            updated = arguments["running_mean"], arguments["running_var"]
+    elif node.target is norm_statistics:
+        updated = node.args[2]
+    return [x for x in updated if isinstance(x, fx.Node)]
 
 
 def shares_time() -> bool:

@@ -54,7 +54,7 @@ class GraphReport:
         self.places, self.graphs, self.notes = [], 0, []
 
     def name_of(self, node: fx.Node) -> str:
-        """The qualified name of the module whose code a node is."""
+        """The qualified name of the module to whose code a node belongs."""
         return f"{self.prefix}{module_of(node, self.net)}"
 
     def fuse(self, norm: fx.Node, neuron: fx.Node, residual: bool) -> None:

@@ -68,6 +68,7 @@ CHANGES = {
     "result": (lambda x, y, n: torch.add(x, 1, out=y), "y"),
     "item": (assigned, "clone"),
     "operator": (augmented, "clone"),
+    "method of an operator": (lambda x, y, n: x.clone().__imul__(y), "clone"),
     "own operator": (filled, "clone"),
     "integers": (lambda x, y, n: n.clone().add_(1), "clone"),
     "addition": (lambda x, y, n: x + y, None),
