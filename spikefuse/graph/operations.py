@@ -188,6 +188,26 @@ def conv2d(x: Tensor, *args: Any) -> Tensor:
     return torch.conv2d(x.contiguous(memory_format=torch.channels_last), *args)
 
 
+class _KeepLayout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.strides = torch.empty_like(x, device="meta").stride()  # dense
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if grad.stride() == ctx.strides:
+            return grad
+        kept = torch.empty_strided(grad.shape, ctx.strides, dtype=grad.dtype, device=grad.device)
+        return kept.copy_(grad)
+
+
+def keep_layout(x: Tensor) -> Tensor:
+    """`x`, whose gradient gets the same layout in memory."""
+    y: Tensor = _KeepLayout.apply(x)
+    return y
+
+
 def pointwise_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any) -> Tensor:
     """`torch.conv1d` with windows of one position, as a linear layer of `[N, L, C]`."""
     return F.linear(x.mT, weight.squeeze(2), bias).mT
