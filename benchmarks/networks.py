@@ -217,7 +217,9 @@ def compiled(
         torch.compiler.cudagraph_mark_step_begin()
         return run(x)
 
-    return replace(network, call=call, neuron=None, equivalent=partial(make, task))
+    return replace(
+        network, call=call, neuron=None, equivalent=partial(make, task), flips_spikes=True
+    )
 
 
 def relu(task: WorkloadTask) -> Network:
