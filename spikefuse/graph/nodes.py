@@ -36,6 +36,12 @@ _IN_PLACE_OPERATORS = {
     *(getattr(operator, f"i{name}") for name in ("lshift", "rshift", "concat")),
 }
 _IN_PLACE_METHODS = {f"__{function.__name__}__" for function in _IN_PLACE_OPERATORS}
+# Layers of torch that change a parameter or a buffer if this argument is given.
+_UPDATING: dict[Any, str] = {
+    F.instance_norm: "running_mean",
+    F.embedding: "max_norm",
+    F.embedding_bag: "max_norm",
+}
 _CUSTOM_OPS = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 # Functions of torch that enter and leave modes, by which Dynamo records context managers.
 _MODES = re.compile("_(set_grad_enabled|(enter|exit)_(autocast|inference_mode))")
@@ -131,6 +137,8 @@ def changes_something(node: fx.Node) -> bool:
         return True
     if target == "add_" and _is_counter(node.args[0]):
         return False
+    if target in _UPDATING:
+        return arguments_of(node, target)[_UPDATING[target]] is not None
     if isinstance(target, _CUSTOM_OPS):
         return not str(target).startswith("spikefuse.")
     if "out" in node.kwargs or node.kwargs.get("inplace"):
@@ -147,6 +155,7 @@ def changed_by(node: fx.Node) -> list[fx.Node]:
         changed = node.kwargs["out"]
     elif (changes_something(node) and not is_mode(node)) or node.target == "add_":
         is_known = node.args and not isinstance(node.target, _CUSTOM_OPS)
+        is_known = is_known and node.target not in _UPDATING
         changed = node.args[0] if is_known else node.all_input_nodes
     nodes: list[fx.Node] = []
     fx.node.map_arg(changed, nodes.append)
