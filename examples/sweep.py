@@ -26,10 +26,10 @@ from spikefuse.train.signals import RunInterrupted
 LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 DECAYS = (0.25, 0.5, 0.75)
 # What all runs have in common: options of `spikefuse train`.
-COMMON = {"dataset": "digits", "model": "conv", "num_steps": 4, "batch_size": 64}
+COMMON: dict[str, Any] = {"dataset": "digits", "model": "conv", "num_steps": 4, "batch_size": 64}
 RESULTS = ("validation_accuracy", "test_accuracy", "best_epoch")
 
-Settings = dict[str, float]
+Settings = dict[str, Any]
 
 
 def grid() -> list[Settings]:

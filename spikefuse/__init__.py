@@ -2,6 +2,7 @@
 
 import os as _os
 from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 # PyTorch then asks Linux for pages of 2 MiB for large tensors on the CPU, whose page faults take
@@ -55,6 +56,14 @@ from spikefuse.nn import (
     spiking,
 )
 from spikefuse.transforms.graph_step import graph_step
+
+if _TYPE_CHECKING:
+    from spikefuse import data, models, train
+    from spikefuse.inspect import plots
+    from spikefuse.train.predict import load
+    from spikefuse.transforms.convert import convert
+    from spikefuse.transforms.nir_read import from_nir
+    from spikefuse.transforms.nir_write import to_nir
 
 __version__ = "0.1.0"
 
@@ -114,20 +123,22 @@ __all__ = [
 ]
 
 
+# What most programs do not need, and the modules that have it.
+_MODULES = {"data": "data", "models": "models", "plots": "inspect.plots", "train": "train"}
+_FUNCTIONS = {
+    "convert": "transforms.convert",
+    "from_nir": "transforms.nir_read",
+    "load": "train.predict",
+    "to_nir": "transforms.nir_write",
+}
+
+
 def __getattr__(name: str) -> _Any:
     """Import what most programs do not need when it is first used."""
-    if name in ("data", "models", "train"):
-        return _import_module(f"spikefuse.{name}")
-    if name == "convert":
-        return _import_module("spikefuse.transforms.convert").convert
-    if name == "from_nir":
-        return _import_module("spikefuse.transforms.nir_read").from_nir
-    if name == "to_nir":
-        return _import_module("spikefuse.transforms.nir_write").to_nir
-    if name == "plots":
-        return _import_module("spikefuse.inspect.plots")
-    if name == "load":
-        return _import_module("spikefuse.train.predict").load
+    if name in _MODULES:
+        return _import_module(f"spikefuse.{_MODULES[name]}")
+    if name in _FUNCTIONS:
+        return getattr(_import_module(f"spikefuse.{_FUNCTIONS[name]}"), name)
     raise AttributeError(f"module 'spikefuse' has no attribute {name!r}")
 
 

@@ -4,10 +4,14 @@ Only `config` and `cli` import quickly; the other modules need the extra `spikef
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
+
+if TYPE_CHECKING:
+    from spikefuse.train.classifier import Classifier
+    from spikefuse.train.data_module import DataModule
 
 __all__ = ["Classifier", "ConfigError", "DataModule", "TrainConfig"]
 
