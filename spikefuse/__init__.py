@@ -47,23 +47,23 @@ from spikefuse.nn import (
     Stream,
     Temporal,
     checkpoint,
-    explain,
-    exportable,
     fuse,
-    record,
-    report,
-    source,
-    spiking,
 )
-from spikefuse.transforms.graph_step import graph_step
 
 if _TYPE_CHECKING:
     from spikefuse import data, models, train
     from spikefuse.inspect import plots
+    from spikefuse.inspect.explain import explain
+    from spikefuse.inspect.record import record
+    from spikefuse.inspect.report import report
+    from spikefuse.inspect.source import source
     from spikefuse.train.predict import load
     from spikefuse.transforms.convert import convert
+    from spikefuse.transforms.export import exportable
+    from spikefuse.transforms.graph_step import graph_step
     from spikefuse.transforms.nir_read import from_nir
     from spikefuse.transforms.nir_write import to_nir
+    from spikefuse.transforms.spiking import spiking
 
 __version__ = "0.1.0"
 
@@ -127,8 +127,15 @@ __all__ = [
 _MODULES = {"data": "data", "models": "models", "plots": "inspect.plots", "train": "train"}
 _FUNCTIONS = {
     "convert": "transforms.convert",
+    "explain": "inspect.explain",
+    "exportable": "transforms.export",
     "from_nir": "transforms.nir_read",
+    "graph_step": "transforms.graph_step",
     "load": "train.predict",
+    "record": "inspect.record",
+    "report": "inspect.report",
+    "source": "inspect.source",
+    "spiking": "transforms.spiking",
     "to_nir": "transforms.nir_write",
 }
 

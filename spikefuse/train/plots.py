@@ -15,8 +15,8 @@ from torch import Tensor
 from spikefuse.data import DATASETS
 from spikefuse.data.files import replacing
 from spikefuse.inspect.plots import raster
-from spikefuse.inspect.record import are_spikes, firing_rate
-from spikefuse.nn import Events, record
+from spikefuse.inspect.record import are_spikes, firing_rate, record
+from spikefuse.nn import Events
 from spikefuse.train.checkpoint import EpochMetrics
 from spikefuse.train.classifier import Classifier, best_epoch
 
