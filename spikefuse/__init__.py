@@ -65,7 +65,7 @@ if _TYPE_CHECKING:
     from spikefuse.transforms.nir_write import to_nir
     from spikefuse.transforms.spiking import spiking
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "ALIF",

@@ -47,7 +47,7 @@ examples:
   spikefuse train --neuron plif -T 16 --seed 1
   spikefuse train --dataset mnist --download --model resnet18 -T 32 --encoding poisson \\
       --epochs 5 --batch-size 100 --shift 0
-  spikefuse train --config configs/temporal-fusion-mnist-resnet18.yaml --download
+  spikefuse train --config temporal-fusion-mnist-resnet18 --download
   spikefuse train --model my_code:small --dataset my_code:shapes          code in my_code.py, here
   spikefuse train --resume runs/digits-conv-1
   torchrun --nproc_per_node 2 -m spikefuse train --batch-size 64
@@ -137,7 +137,7 @@ def _add_train(commands: Any) -> None:
         "--config",
         type=Path,
         metavar="YAML",
-        help="file of options; the command line overrides it",
+        help="file of options, or the name of a recipe; the command line overrides it",
     )
     group.add_argument(
         "--resume", type=Path, metavar="CKPT", help="checkpoint, or folder, of the run to continue"
