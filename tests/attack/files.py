@@ -15,17 +15,16 @@ import torch
 from torch import nn
 
 import spikefuse as sf
-from spikefuse.data import heidelberg
+from spikefuse import hdf5
 from spikefuse.train import checkpoint
 from spikefuse.train.cli import main
-from spikefuse.transforms import nir_file
 from tests.data.readers import READERS, limited_memory, mutated
 
 SECONDS = 10
 # What has a checksum of its own or of ours: damage must not change what is read.
 CHECKED = {"IDX, compressed", "CIFAR-10, archive", "frames"}
 MUTATIONS = 20
-heidelberg.SECONDS = nir_file.SECONDS = 5
+hdf5.SECONDS = 5.0
 
 
 @functools.cache
