@@ -26,7 +26,7 @@ Columns = dict[str, str | Callable[[Result], str]]
 
 BY_SEED = "by seed; mean ± standard deviation"
 MEMORY_STEPS = (32, 128)
-HOST_GROUPS = ("short", "host")
+HOST_GROUPS = ("host",)
 FIRST_CALLS = {"own": "user-defined neuron, first", "LIF": "LIF, second"}
 NAMES = {"torch": "PyTorch", "triton": "Triton", "numba": "Numba", "spikingjelly": "SpikingJelly",
          "snntorch": "snnTorch"}  # fmt: skip
