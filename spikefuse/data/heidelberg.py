@@ -3,7 +3,7 @@
 Cramer, Stradmann, Schemmel, Zenke, "The Heidelberg Spiking Data Sets for the Systematic
 Evaluation of Spiking Neural Networks", IEEE TNNLS 33(7), 2022.
 
-The HDF5 files are read with h5py, in a process of its own (heidelberg_file.py). tonic's classes for
+The HDF5 files are read with h5py, in a process of its own (spikefuse/hdf5.py). tonic's classes for
 them require the downloaded archives and reopen the file for each recording.
 """
 
@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import signal
-import subprocess
-import sys
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from spikefuse import hdf5
 from spikefuse.data.files import damaged, find_folder, not_installed
 from spikefuse.data.recordings import Recording, RecordingSet, make_recording
 
 PAGE = "https://zenkelab.org/datasets/"
 SIZE = (700,)
-SECONDS = 60  # that reading one array may take; the HDF5 library never ends at some damaged files
 SHD_CLASSES = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
     *("null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"),
@@ -68,7 +65,7 @@ def recordings_in(path: Path, num_classes: int) -> RecordingSet:
 def _read(path: Path) -> Iterator[Recording]:
     arrays = _arrays(path)
     for i in range(len(next(arrays))):
-        t, x = next(arrays), next(arrays)
+        t, x = (next(arrays).astype(np.float64) for _ in range(2))
         if t.size != x.size:
             raise damaged(path, f"recording {i}: {t.size} times, {x.size} units")
         zeros = np.zeros(len(x), np.uint8)
@@ -76,32 +73,17 @@ def _read(path: Path) -> Iterator[Recording]:
 
 
 def _arrays(path: Path) -> Generator[np.ndarray]:
-    """Yield what heidelberg_file.py writes: the labels, then times and units of each recording.
+    """Yield what heidelberg_file.py reads: the labels, then times and units of each recording.
 
     Raises:
-        DataError: the program failed, crashed, or read one array for `SECONDS`.
+        DataError: the file can't be read, or h5py is not installed.
     """
     if importlib.util.find_spec("h5py") is None:
         raise not_installed(path.name, "h5py", "events")
-    program = Path(__file__).with_name("heidelberg_file.py")
-    # -P: modules beside the program must not hide others of the same name.
-    command = [sys.executable, "-P", str(program), str(path), str(SECONDS)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout and process.stderr
-        try:
-            while len(header := process.stdout.read(8)) == 8:
-                size = 8 * int.from_bytes(header, "little")
-                if len(content := process.stdout.read(size)) < size:
-                    break
-                yield np.frombuffer(content)
-            if code := process.wait():
-                timed_out = code == -getattr(signal, "SIGALRM", 0)
-                limit = f"an array takes more than {SECONDS} seconds"
-                cause = limit if timed_out else "the HDF5 library crashes"
-                *_, reason = [cause, *process.stderr.read().decode().splitlines()]
-                raise damaged(path, reason)
-        finally:
-            process.kill()
+    try:
+        yield from hdf5.arrays(Path(__file__).with_name("heidelberg_file.py"), path)
+    except (OSError, ValueError) as error:
+        raise damaged(path, str(error)) from error
 
 
 find_shd = partial(find_heidelberg, "shd", ("train", "test"), len(SHD_CLASSES))
