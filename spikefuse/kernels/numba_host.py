@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import llvmlite.binding as llvm
 import numba
@@ -65,13 +66,16 @@ def threads_for(work: int) -> int:
     return min(torch.get_num_threads(), max(1, work // MIN_TASK))
 
 
-_addresses: dict[Any, int] = {}
+_addresses: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 
 
 def _address(function: Any, args: tuple[Any, ...]) -> int:
     """Return the address of a kernel's machine code for these types of arguments."""
-    key = function, _type_key(args)
-    if key not in _addresses:
+    addresses = _addresses.get(function)
+    if addresses is None:
+        addresses = _addresses.setdefault(function, {})
+    key = _type_key(args)
+    if key not in addresses:
         kinds = types.intp, types.intp, *map(numba.typeof, args)
         function.compile(kinds)  # on another thread, which takes the lock
         with global_compiler_lock:
@@ -79,8 +83,8 @@ def _address(function: Any, args: tuple[Any, ...]) -> int:
             name = compiled.fndesc.llvm_func_name
             address = compiled.library.get_pointer_to_function(name)
         assert address and compiled.signature.return_type == types.none, name
-        _addresses[key] = address
-    return _addresses[key]
+        addresses[key] = address
+    return addresses[key]
 
 
 def _type_key(value: Any) -> Any:
