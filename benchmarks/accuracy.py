@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from benchmarks import layers, plots, runner
+from benchmarks.jelly import Function, Jelly
 from benchmarks.runner import Record, cudnn_search, synchronize
 from spikefuse import data, models
 from spikefuse.data import Images
@@ -305,14 +306,14 @@ def make_network(name: str, args: argparse.Namespace) -> tuple[nn.Module, Call]:
         net = make(nn.ReLU)
         return net, lambda images, steps: net(images).unsqueeze(0)
     if name == JELLY:
-        jelly = layers.Jelly(torch.device(args.device), DECAY, 1.0, sigmoid=False)
+        jelly = Jelly(torch.device(args.device), DECAY, 1.0, sigmoid=False)
         jelly.constants |= {"v_reset": None, "detach_reset": True}
-        net = make(partial(layers.JellyFunction, args.T, jelly.function))
+        net = make(partial(Function, args.T, jelly.function))
         stem, rest = net[:2], net[2:]  # the stem is a convolution and a norm
 
         def call(images: Tensor, steps: int) -> Tensor:
             for module in net.modules():
-                if isinstance(module, layers.JellyFunction):
+                if isinstance(module, Function):
                     module.T = steps
             return rest(torch.cat([stem(images)] * steps)).unflatten(0, (steps, -1))
 

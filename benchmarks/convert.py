@@ -7,15 +7,15 @@ The networks of `benchmarks/published.py` have SpikingJelly's neurons and fresh 
 "original" is the network as it is; "converted" is `sf.fuse(sf.convert(network))`. Only
 "SEW-ResNet18 in containers" is written for one time step (see docs/converting.md).
 
-Training steps are as in `benchmarks.networks`, eager and as a CUDA graph of the whole
-step: the original by torch.cuda.graph, the converted by `sf.graph_step`, which also copies input,
-labels and results. SpikingJelly chooses its kernels itself. Under autocast, its nodes would have a
-bfloat16 state, for which it has only an eager loop: here they get a float32 state, for which it has
-kernels.
+Steps are as in `benchmarks.networks`, eager and as a CUDA graph of the whole step: the original by
+torch.cuda.graph, also after torch.compile, and the converted by `sf.graph_step`, which also copies
+input, labels and results. SpikingJelly's nodes have explicit precision (see `benchmarks.jelly`). In
+an evaluation step, its `fuse_conv_bn_eval_modules` folds norms of the original into convolutions
+where it can trace the network.
 
 Before timing, all spikes and the logits of two samples must be equal in float64, in training mode.
 Rounding flips spikes in other dtypes: there, each step must repeat the logits of its own network's
-first eager step.
+first eager step, after torch.compile, too, which rounds otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from benchmarks import published, runner
-from benchmarks.layers import DTYPES, spikingjelly
+from benchmarks.jelly import prepare_nodes, spikingjelly
+from benchmarks.layers import DTYPES
 from benchmarks.runner import (
     EAGER,
     GRAPH,
@@ -44,13 +45,22 @@ from benchmarks.runner import (
     contender_of,
     cudnn_search,
     difference,
+    first_line,
     measure,
 )
 from benchmarks.steps import STEPS, Network, Task
 
 ORIGINAL, CONVERTED = "original", "converted"
+COMPILED = f"{ORIGINAL}, torch.compile"
 # The eager steps come first: graphs must repeat their logits.
-WAYS = ((ORIGINAL, EAGER), (CONVERTED, EAGER), (ORIGINAL, GRAPH), (CONVERTED, GRAPH_STEP))
+WAYS = (
+    (ORIGINAL, EAGER),
+    (CONVERTED, EAGER),
+    (ORIGINAL, GRAPH),
+    (CONVERTED, GRAPH_STEP),
+    (COMPILED, EAGER),
+    (COMPILED, GRAPH),
+)
 TITLES = tuple(f"{name}, {way}" for name, way in WAYS)
 # Allowed relative difference of the logits of two steps of a network: rounding flips spikes.
 REPEATED = {"float32": 0.1, "bfloat16": 0.3}
@@ -125,11 +135,13 @@ class PublishedTask(Task):
         make = partial(case.make, self.T, channels=shape[0], classes=classes, **sizes)
         self.net = self.share(make, lambda net: self.original(net)(x))
 
-    def original(self, net: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Return a call of a network of SpikingJelly, from rest."""
+    def original(
+        self, net: nn.Module, run: Callable[[Tensor], Any] | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """Return a call of a network of SpikingJelly, by `run` if given, from rest."""
 
         def call(x: Tensor) -> Tensor:
-            y = net(x)
+            y = net(x) if run is None else run(x)
             self.functional.reset_net(net)
             return self.over_time(y)
 
@@ -145,22 +157,23 @@ class PublishedTask(Task):
         ours = sf.convert(net, copy=True)
         return sf.Temporal(ours) if self.case.one_step else ours
 
-    def network(self, side: str) -> Network:
+    def network(self, side: str, kind: str) -> Network:
         """Make the network to measure; the note of the original says what was done."""
         if side == CONVERTED:
             ours = sf.fuse(self.converted(self.net))
             net = ours.net if self.case.one_step else ours
             return Network(net, lambda x: self.over_time(ours(x)), container=ours)
-        net, (neuron,) = copy.deepcopy(self.net), spikingjelly("neuron")
-        nodes = [m for m in net.modules() if isinstance(m, neuron.BaseNode)]
-        kind = "if" if isinstance(nodes[0], neuron.IFNode) else "lif"
-        used = self.functional.neuron_implementation(kind, self.device)["implementation"]
-        note = f"SpikingJelly's implementation {used}"
-        if self.dtype != "float32":
-            note += ", given float32 states"
-            for node in nodes:
-                node.materialize_states = float32_states
-        return Network(net, self.original(net), note=note)
+        net, notes = copy.deepcopy(self.net), []
+        if self.device.type == "cuda":
+            prepare_nodes(net, self.device, DTYPES[self.dtype])
+        if kind == "evaluation":
+            try:
+                (fusion,) = spikingjelly("functional.conv_bn_fusion")
+                net = fusion.fuse_conv_bn_eval_modules(net.eval())
+            except Exception as error:
+                notes.append(f"norms not folded: {first_line(error)}")
+        run = torch.compile(net) if side == COMPILED else net
+        return Network(net, self.original(net, run), note="; ".join(notes))
 
     def equality(self) -> Record:
         """Compare two samples in float64, and return how many outputs, and the rates.
@@ -197,17 +210,12 @@ class PublishedTask(Task):
         }
 
 
-def float32_states(inputs: Any, states: Any, step_mode: str) -> Any:
-    """Return the states of a node of SpikingJelly at rest, in place of its method."""
-    return torch.full_like(inputs[0][0], states[0], dtype=torch.float32), *states[1:]
-
-
 def measure_case(task: PublishedTask, timing: Timing, checked: Record, kind: str) -> Record:
     """Verify and time the steps of one kind."""
     networks: list[Network] = []
     made: list[Contender] = []
     for title, (side, way) in zip(TITLES, WAYS, strict=True):
-        networks.append(task.network(side))
+        networks.append(task.network(side, kind))
         step = STEPS[kind](task, networks[-1])
         inputs, parts = (task.x, task.labels), (networks[-1].net,)
         made.append(contender_of(title, way, step, inputs, task.device, parts))
@@ -223,7 +231,7 @@ def measure_case(task: PublishedTask, timing: Timing, checked: Record, kind: str
         )
 
     def prepare() -> None:
-        for network in networks:
+        for network in networks if kind == "training" else ():
             task.restore(network.net)
 
     contenders = measure(made, verify, timing, prepare=prepare)["contenders"]
@@ -233,9 +241,10 @@ def measure_case(task: PublishedTask, timing: Timing, checked: Record, kind: str
     about: Record = {"steps": kind, "dtype": task.dtype, "T": task.T, "batch": len(task.labels)}
     about |= {"layout": layout, "float64": checked, "note": networks[0].note}
     about["fusion"] = networks[TITLES.index(f"{CONVERTED}, {EAGER}")].fusion
-    if len(expected) == 2:  # rounding flips spikes of both
-        error = difference([expected[CONVERTED]], [expected[ORIGINAL]])
-        about["logits_difference"] = float(f"{error:.3g}")
+    for side in {CONVERTED, COMPILED} & expected.keys():  # rounding flips spikes of each
+        if ORIGINAL in expected:
+            error = difference([expected[side]], [expected[ORIGINAL]])
+            about[f"logits_difference, {side}"] = float(f"{error:.3g}")
     return about | {"contenders": contenders}
 
 

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from benchmarks import runner
-from benchmarks.layers import OURS, spikingjelly
+from benchmarks.jelly import spikingjelly
+from benchmarks.layers import OURS
 from benchmarks.runner import Contender, Record, Timing, first_line, measure
 
 FUSED, LAST = f"{OURS}, fused", ", channels-last"

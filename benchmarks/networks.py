@@ -14,9 +14,11 @@ entropy of the mean over time, backward, and a step of a fused optimizer; an
 evaluation step is forward without gradients, and the classes. float32 has TF32 convolutions,
 PyTorch's default; bfloat16 uses autocast, as in the trainer.
 
-SpikingJelly is measured if it is installed, by its function with a float32 state on views of the
-same tensors. "ReLU and batch norm" is the same network with ReLUs in place of neurons,
-on a batch T times as large; "convolutions alone" has no norms either.
+SpikingJelly is measured if it is installed, by its function on views of the same tensors: with a
+float32 state, and with explicit precision (see `benchmarks.jelly`). "ReLU and batch norm" is the
+same network with ReLUs in place of neurons, on a batch T times as large; "convolutions alone" has
+no norms either. Both libraries' networks are also compiled by torch.compile, that with ReLUs in
+mode="reduce-overhead", too, which replays what it has recorded.
 
 Memory is what a step needs beyond weights, optimizer and input: at its peak, or the growth of the
 graph's pool.
@@ -35,9 +37,9 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
-from benchmarks import layers, runner
+from benchmarks import jelly, layers, runner
 from benchmarks.agreement import Agreement, NetworkReference
-from benchmarks.layers import DTYPES, JELLY_FUNCTION, LOOP, OURS, Jelly, JellyFunction
+from benchmarks.layers import DTYPES, LOOP, OURS
 from benchmarks.runner import (
     EAGER,
     STEP_WAYS,
@@ -57,7 +59,10 @@ from spikefuse.models import MODELS
 FUSED = f"{OURS}, fused"
 INDUCTOR = f"{FUSED}, Inductor"
 RELU, CONVOLUTIONS = "ReLU and batch norm", "convolutions alone"
-COMPILED = f"{RELU}, torch.compile"
+COMPILED, REDUCED = f"{RELU}, torch.compile", f"{RELU}, reduce-overhead"
+JELLY_COMPILED = f"{jelly.PRECISION}, torch.compile"
+# Networks that replay their own recordings run in a plain loop only.
+REPLAYED = (INDUCTOR, REDUCED)
 
 SURROGATES: dict[str, Callable[[], sf.surrogate.Surrogate]] = {
     "sigmoid": lambda: sf.surrogate.Sigmoid(layers.WIDTH),
@@ -189,42 +194,51 @@ def stateless(net: nn.Module, **options: Any) -> Network:
     return Network(net, lambda x: net(x.flatten(0, 1)).unflatten(0, x.shape[:2]), **options)
 
 
-def jelly_function(task: WorkloadTask) -> Network:
-    """Use SpikingJelly's function with a float32 state, its fastest path in both precisions."""
+def spikingjelly(task: WorkloadTask, precision: bool = False, **options: Any) -> Network:
+    """Use SpikingJelly's function, with a float32 state or with explicit precision."""
     workload = task.workload
     same = workload.surrogate == "sigmoid"
-    jelly = Jelly(task.device, workload.decay, workload.threshold, sigmoid=same)
-    net = task.network(partial(JellyFunction, workload.T, jelly.function))
+    rival = jelly.Jelly(task.device, workload.decay, workload.threshold, sigmoid=same)
+    function = rival.precision if precision else rival.function
+    net = task.network(partial(jelly.Function, workload.T, function))
     missing = f"; without a {workload.surrogate} surrogate: PiecewiseQuadratic instead"
-    note = jelly.note + ("" if same else missing)
-    return stateless(net, neuron=JellyFunction, note=note, same_gradient=same)
+    note = rival.note + ("" if same else missing)
+    return stateless(net, neuron=jelly.Function, note=note, same_gradient=same, **options)
 
 
-def compiled_relu(task: WorkloadTask) -> Network:
-    """Compile the network with ReLUs; PyTorch records its graphs, too."""
-    net = task.network(nn.ReLU)
-
-    def fold(x: Tensor) -> Tensor:
-        return net(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-
-    run = torch.compile(fold, fullgraph=True, mode="reduce-overhead")
+def compiled(
+    make: Callable[[WorkloadTask], Network], task: WorkloadTask, mode: str = "default"
+) -> Network:
+    """Compile a network."""
+    network = make(task)
+    run = torch.compile(network.call, fullgraph=True, mode=mode)
 
     def call(x: Tensor) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
         return run(x)
 
-    return Network(net, call)
+    return replace(
+        network, call=call, neuron=None, equivalent=partial(make, task), flips_spikes=True
+    )
 
 
-NUM_USUAL = 7
+def relu(task: WorkloadTask) -> Network:
+    return stateless(task.network(nn.ReLU))
+
+
+precise = partial(spikingjelly, precision=True)
+NUM_USUAL = 10
 # A network that cannot be made raises an exception with the reason.
 NETWORKS: dict[str, Callable[[WorkloadTask], Network]] = {
     FUSED: partial(spiking, fused=True),
     OURS: spiking,
     INDUCTOR: partial(spiking, fused=True, mode="inductor"),
-    JELLY_FUNCTION: jelly_function,
-    RELU: lambda task: stateless(task.network(nn.ReLU)),
-    COMPILED: compiled_relu,
+    jelly.FUNCTION: spikingjelly,
+    jelly.PRECISION: precise,
+    JELLY_COMPILED: partial(compiled, precise),
+    RELU: relu,
+    COMPILED: partial(compiled, relu),
+    REDUCED: partial(compiled, relu, mode="reduce-overhead"),
     CONVOLUTIONS: lambda task: stateless(task.network(nn.Identity, norms=False)),
     LOOP: partial(spiking, impl="reference"),
     **{
@@ -247,9 +261,8 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument("--name", help="name of the result (networks)")
     args = runner.parse(parser, argv)
     names = args.workloads or (["conv-mnist"] if args.quick else USUAL)
-    usual = [
-        n for n in list(NETWORKS)[:NUM_USUAL] if not args.quick or n not in (INDUCTOR, COMPILED)
-    ]
+    slow = (INDUCTOR, JELLY_COMPILED, COMPILED, REDUCED) if args.quick else ()
+    usual = [n for n in list(NETWORKS)[:NUM_USUAL] if n not in slow]
     args.networks = args.networks or usual
     timing, device = Timing.of(args, whole_steps=True), torch.device(args.device)
 
@@ -282,7 +295,7 @@ def measure_network(
         except Exception as error:  # the others are still measured
             reason = first_line(error)
         ways = STEP_WAYS if name.startswith(OURS) else WAYS
-        for way in (EAGER,) if name in (COMPILED, INDUCTOR) else ways:
+        for way in (EAGER,) if name in REPLAYED else ways:
             title = f"{name}, {way}"
             contender = Contender(title, unavailable=reason)
             if not reason:

@@ -43,17 +43,14 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
-from benchmarks import layers, plots, record, runner
+from benchmarks import jelly, layers, plots, record, runner
 from benchmarks.layers import (
     ALLOWED,
     COMPILED,
     DTYPES,
-    JELLY_FUNCTION,
     LOOP,
     OURS,
     Inputs,
-    Jelly,
-    JellyFunction,
     LayerResult,
     LayerTruth,
     compare,
@@ -62,7 +59,7 @@ from benchmarks.layers import (
 from benchmarks.runner import Contender, Record, Timing, first_line, measure, spread, synchronize
 from spikefuse.nn import Block
 
-GROUPS = ("lif", "inference", "zoo", "layout", "long", "wide", "short", "host")
+GROUPS = ("lif", "inference", "zoo", "layout", "long", "wide", "host")
 COPY_BYTES = 1 << 31  # many times the size of a GPU's cache
 CHANNELS_LAST = f"{OURS}, channels-last"
 MILLION = 1_000_000
@@ -75,7 +72,7 @@ QUICK_SHAPE = (4, 3, 4, 5, 5)
 LAYOUTS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
 RECOMPUTED = f"{OURS}, recomputed states"
 SEPARATE = f"batch norm, then {OURS}"
-RIVAL = f"batch norm, then {JELLY_FUNCTION}"
+RIVAL = f"batch norm, then {jelly.FUNCTION}"
 SEQUENCES = 8  # that a block must read or write: six reads and two writes
 # Allowed difference of contenders that round the result of a norm of their own to bfloat16, which
 # flips spikes near the threshold.
@@ -177,7 +174,7 @@ def model_cases(args: argparse.Namespace) -> Cases:
     flat, picture, both = (1, MILLION), (16, 64, 32, 32), ("float32", "bfloat16")
     # Group, model, shape and dtypes.
     plan: list[tuple[str, str, tuple[int, ...], tuple[str, ...]]] = [
-        ("lif", "LIF", (128, *flat), both),
+        *(("lif", "LIF", (T, *flat), both) for T in (4, 32, 128)),
         ("inference", "LIF", (128, *flat), both),
         ("zoo", "PLIF per channel", (128, *picture), both),
         *(("zoo", model, (128, *flat), both) for model in ("ALIF", "CubaLIF", "Izhikevich")),
@@ -185,7 +182,6 @@ def model_cases(args: argparse.Namespace) -> Cases:
         ("layout", "LIF", (32, 100, 64, 56, 56), ("bfloat16",)),
         ("long", "LIF", (1024, *flat), both),
         ("wide", "LIF", (32, 1, 8 * MILLION), both),
-        ("short", "LIF", (4, *flat), ("float32",)),
         ("host", "LIF", (1, 1, 32), ("float32",)),
     ]
     timing, device = Timing.of(args, COPY_BYTES), torch.device(args.device)
@@ -214,8 +210,10 @@ def measure_model(
     chosen = [layers.ours(neuron, inputs)]
     if not training:
         chosen = [Contender(OURS, partial(layers.infer, neuron, inputs))]
-    if group in ("lif", "short", "host"):
-        chosen += layers.jelly_lif(inputs)
+    if group in ("lif", "host"):
+        chosen += jelly.lif(inputs)
+    if group in ("lif", "zoo") and name in jelly.CORES:
+        chosen.append(jelly.flexsn(name, neuron, inputs))
     if group == "layout":
         last = inputs.in_layout(torch.channels_last)
         chosen.append(layers.ours(neuron, last, CHANNELS_LAST))
@@ -239,7 +237,7 @@ def measure_steps(args: argparse.Namespace, timing: Timing, T: int, dtype: str) 
     inputs = Inputs.draw((T, 1, args.N), DTYPES[dtype], torch.device(args.device))
     neuron = layers.lif()
     truth = LayerTruth(neuron, inputs)
-    chosen = [layers.ours(neuron, inputs), *layers.jelly_lif(inputs)]
+    chosen = [layers.ours(neuron, inputs), *jelly.lif(inputs)[1:]]
     loop = trained(LOOP, partial(neuron, impl="reference"), inputs)
     for name, make in ((LOOP, lambda: loop), (COMPILED, lambda: layers.compiled(inputs))):
         largest = 0 if args.quick and name == COMPILED else LARGEST_T[name]
@@ -279,7 +277,7 @@ def measure_block(
     }
     missing = []
     try:
-        rival = JellyFunction(shape[0], Jelly(device).function)
+        rival = jelly.Function(shape[0], jelly.Jelly(device).function)
         made[RIVAL] = lambda x: rival(normalized(x)).unflatten(0, x.shape[:2])
     except Exception as error:
         missing = [Contender(RIVAL, unavailable=first_line(error))]

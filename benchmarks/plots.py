@@ -8,13 +8,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
-from benchmarks.layers import COMPILED, JELLY_FUNCTION, JELLY_NODE, LOOP, OURS
+from benchmarks import jelly, record
+from benchmarks.layers import COMPILED, LOOP, OURS
 
 STYLE = {
     OURS: ("tab:blue", "o"),
-    JELLY_NODE: ("tab:red", "s"),
-    JELLY_FUNCTION: ("tab:orange", "^"),
+    jelly.NODE: ("tab:red", "s"),
+    jelly.FUNCTION: ("tab:orange", "^"),
+    jelly.PRECISION: ("tab:brown", "v"),
     COMPILED: ("tab:green", "D"),
     LOOP: ("tab:gray", "v"),
 }

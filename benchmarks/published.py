@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
-from benchmarks.layers import spikingjelly
+from benchmarks.jelly import spikingjelly
 
 
 def lif(threshold: float = 0.5) -> nn.Module:

@@ -24,7 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # Pages with generated regions.
 PAGES = ("docs/benchmarks.md", "docs/reproduce.md", "docs/tutorials/fast.ipynb", "README.md")
 SCHEMA = 1
-PACKAGES = ("triton", "numba", "numpy", "spikingjelly", "snntorch")
+PACKAGES = ("triton", "numba", "numpy", "spikingjelly", "snntorch", "norse", "spyx")
 
 
 def document(

@@ -6,7 +6,8 @@
 
 Weights and inputs are multiples of 1/64, so that all sums of currents are exact in any order: the
 spikes of spikefuse must equal those of the loop written by hand, and gradients agree to rounding.
-nn.RNN (tanh, as many features) computes something else; only its shapes are compared. The loops
+nn.RNN (tanh, as many features) computes something else; only its shapes are compared. In float32,
+cuDNN multiplies in TF32 unless told not to, and is measured in both ways. The loops
 multiply and add in the dtype of the input, spikefuse adds in float32. The reference, which only
 takes longer than the loop, is measured up to N = 512 on a GPU.
 """
@@ -14,7 +15,7 @@ takes longer than the loop, is measured up to N = 512 on a GPU.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,11 @@ LARGEST_REFERENCE = 512
 CPU_SIZE, QUICK_SIZE = (100, 64, 256), (5, 4, 32)
 DECAY, THRESHOLD, GRID = 0.75, 1.0, 1 / 64
 REFERENCE, RNN, RLEAKY = "eager reference", "nn.RNN", "snnTorch RLeaky"
+TF32 = f"{RNN}, TF32"
 # Allowed relative difference of gradients, which the loops round to the dtype in each step.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-1}
+
+LAYERS = (OURS, LOOP, REFERENCE, RNN, TF32, RLEAKY)
 
 loop = partial(layers.hand_written, decay=DECAY, threshold=THRESHOLD)
 
@@ -42,24 +46,31 @@ def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("recurrent", __doc__, rounds=7)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--rows", type=int, nargs="+", help="rows of the sizes (all)")
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, metavar="LAYER",
+                        help=f"of {'; '.join(LAYERS)} (all)")  # fmt: skip
     args = runner.parse(parser, argv)
     # Loops take long enough that one untimed call per turn is plenty.
     device, timing = torch.device(args.device), Timing.of(args, whole_steps=True)
     on_gpu = device.type == "cuda"
     sizes = (QUICK_SIZE,) if args.quick else SIZES if on_gpu else (CPU_SIZE,)
+    measure_size = partial(measure_layer, args.layers or LAYERS, timing, device)
     return runner.run_cases(args, (
-        (f"T={T} B={B} N={N}, {dtype}", partial(measure_layer, (T, B, N), dtype, device, timing))
+        (f"T={T} B={B} N={N}, {dtype}", partial(measure_size, (T, B, N), dtype))
         for T, B, N in ([sizes[i] for i in args.rows] if args.rows else sizes)
         for dtype in (args.dtype if on_gpu else ["float32"])
     ))  # fmt: skip
 
 
 def measure_layer(
-    size: tuple[int, int, int], dtype: str, device: torch.device, timing: Timing
+    names: Sequence[str],
+    timing: Timing,
+    device: torch.device,
+    size: tuple[int, int, int],
+    dtype: str,
 ) -> Record:
     layer = Layer(size, dtype, device)
     about = dict(zip("TBN", size, strict=True)) | {"dtype": dtype}
-    return about | measure(layer.contenders(), layer.verify, timing)
+    return about | measure(layer.contenders(names), layer.verify, timing)
 
 
 class Layer:
@@ -85,7 +96,7 @@ class Layer:
         rate = self.expected.outputs[0].mean().item()
         assert 0.005 < rate < 0.3, f"{rate:.1%} of the neurons fire"
 
-    def contenders(self) -> list[Contender]:
+    def contenders(self, names: Sequence[str]) -> list[Contender]:
         N, dtype = self.size[2], DTYPES[self.dtype]
         neuron = sf.LIF(DECAY, THRESHOLD, surrogate=sf.surrogate.Sigmoid(layers.WIDTH))
         ours = sf.Recurrent(neuron, N).to(self.device, dtype)
@@ -97,19 +108,24 @@ class Layer:
             OURS: (ours, [ours.weight]),
             LOOP: (partial(loop, weight=matrix), [matrix]),
             REFERENCE: (partial(ours, impl="reference"), [ours.weight]),
-            RNN: (lambda x: rnn(x)[0], [*rnn.parameters()]),
+            **{n: (lambda x: rnn(x)[0], [*rnn.parameters()]) for n in (RNN, TF32)},
         }
         found, missing = [], []
         if N > LARGEST_REFERENCE:
             del steps[REFERENCE]
+        if dtype != torch.float32 or self.device.type != "cuda":
+            del steps[TF32]
         try:
             steps[RLEAKY] = rleaky(N, self.device, dtype)
         except Exception as error:
             missing = [Contender(RLEAKY, unavailable=runner.first_line(error))]
         for name, (function, params) in steps.items():
-            step = partial(train, function, self.inputs, params)
+            if name not in names:
+                continue
+            run = partial(train, function, self.inputs, params)
+            step = partial(with_tf32, name == TF32, run)
             found.append(contender_of(name, EAGER, step, (), self.device))
-            if name in (OURS, LOOP, RNN) and self.device.type == "cuda":
+            if name in (OURS, LOOP, RNN, TF32) and self.device.type == "cuda":
                 found.append(contender_of(f"{name}, {GRAPH}", GRAPH, step, (), self.device))
         return found + missing
 
@@ -126,6 +142,15 @@ class Layer:
         if name in (OURS, LOOP, REFERENCE) and not rounded:
             assert torch.equal(found.outputs[0], self.expected.outputs[0]), "spikes differ"
             compare(found, self.expected, TOLERANCE[self.dtype])
+
+
+def with_tf32(allowed: bool, step: Callable[[], LayerResult]) -> LayerResult:
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        return step()
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def rleaky(

@@ -50,6 +50,7 @@ class Contender:
         unavailable: the reason if `run` is None.
         note: printed below tables.
         held_bytes: memory that stays allocated between runs, such as a CUDA graph's.
+        allowed: difference from the reference that its own rounding explains; None for the usual.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Contender:
     unavailable: str = ""
     note: str = ""
     held_bytes: int = 0
+    allowed: float | None = None
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -11,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.convert import TITLES as BEFORE_AFTER
-from benchmarks.events import DENSE, EVENTS, LISTS, PRODUCTS, REPLAY
+from benchmarks.convert import COMPILED, CONVERTED, ORIGINAL
+from benchmarks.jelly import FLEXSN
 from benchmarks.layers import OURS
 from benchmarks.neurons import RECOMPUTED, RIVAL, SEPARATE
-from benchmarks.reproduce import PAPERS
-from benchmarks.runner import WAYS
+from benchmarks.runner import GRAPH, WAYS
 
 Result = dict[str, Any]
 Results = list[tuple[Path, Result]]
@@ -26,12 +24,13 @@ Columns = dict[str, str | Callable[[Result], str]]
 
 BY_SEED = "by seed; mean ± standard deviation"
 MEMORY_STEPS = (32, 128)
-HOST_GROUPS = ("short", "host")
+HOST_GROUPS = ("host",)
 FIRST_CALLS = {"own": "user-defined neuron, first", "LIF": "LIF, second"}
 NAMES = {"torch": "PyTorch", "triton": "Triton", "numba": "Numba", "spikingjelly": "SpikingJelly",
-         "snntorch": "snnTorch"}  # fmt: skip
+         "snntorch": "snnTorch", "norse": "Norse", "spyx": "Spyx"}  # fmt: skip
 # Libraries that are named beside torch, the backend and SpikingJelly.
-ALSO = {"cpu": "snntorch", "spoken_digits": "snntorch", "first_call": "numba"}
+ALSO = {"cpu": ["snntorch"], "spoken_digits": ["snntorch"], "first_call": ["numba"],
+        "open_neuromorphic": ["snntorch", "norse", "spyx"]}  # fmt: skip
 
 
 def origin(result: Result) -> str:
@@ -39,7 +38,7 @@ def origin(result: Result) -> str:
     name = result["benchmark"]
     used = ["torch", "triton" if "gpu" in result["machine"] else "numba"]
     used += [] if name == "first_call" else ["spikingjelly"]
-    used += [ALSO[name]] if name in ALSO else []
+    used += ALSO.get(name, [])
     versions = result["versions"]
     listed = ", ".join(f"{NAMES[n]} {versions[n]}" for n in used if n in versions)
     revision = result["revision"]
@@ -178,10 +177,11 @@ def time_steps(result: Result) -> Parts:
         }
         if wrong:
             yield "Not timed, because of wrong results. " + " ".join(wrong.values())
-    rows = with_peak([row for row in result["rows"] if row["T"] in MEMORY_STEPS])
+    rows = with_peak([row | {"T": f"{row['T']}, {row['dtype']}"}
+                      for row in result["rows"] if row["T"] in MEMORY_STEPS])  # fmt: skip
     if rows:
         yield "Peak memory in MB beyond the inputs `x` and `grad_y`:"
-        columns = keys("T", "dtype") | contenders(rows, "peak_bytes")
+        columns = keys("T") | contenders(rows, "peak_bytes")
         yield table(rows, columns | {"the inputs": "input_bytes"})
 
 
@@ -208,13 +208,24 @@ def gpu_tests(result: Result) -> Parts:
 
 
 def recurrent(result: Result) -> Parts:
-    """Yield the times of each contender, and its peak memory in MB if it was measured."""
+    """Yield the times of each layer, and its peak memory in MB if it was measured."""
     rows = result["rows"]
-    yield "Forward and backward, wall-clock milliseconds:"
-    yield table(rows, {"": "row"} | contenders(rows, "wall_ms"))
-    if with_peak(rows):
-        yield "Peak memory in MB:"
-        yield table(with_peak(rows), {"": "row"} | contenders(rows, "peak_bytes"))
+    for key, what in (("wall_ms", "wall-clock milliseconds"), ("peak_bytes", "peak memory in MB")):
+        if key == "wall_ms" or with_peak(rows):
+            yield f"Forward and backward, {what}, {' / '.join(WAYS)}:"
+            yield table(rows, {"": "row"} | _by_way(rows, key))
+
+
+def _by_way(rows: Sequence[Result], key: str) -> Columns:
+    """Return a column for each contender, whose CUDA graph is another one."""
+
+    def cell(name: str, row: Result) -> str:
+        found = by_name(row)
+        shown = [value(found[n], key) for n in (name, f"{name}, {GRAPH}") if n in found]
+        return " / ".join(shown) or "–"
+
+    names = dict.fromkeys(c["name"].removesuffix(f", {GRAPH}") for c in flat(rows))
+    return {name: partial(cell, name) for name in names}
 
 
 def neurons(result: Result) -> Parts:
@@ -222,27 +233,33 @@ def neurons(result: Result) -> Parts:
 
     def name(c: Result) -> str:
         kind = c["neuron"] if c["training"] else f"{c['neuron']}, forward without gradients"
-        return kind + c["name"].removeprefix(OURS)
+        return f"{kind}{c['name'].removeprefix(OURS)}, T = {c['T']}"
 
-    def fastest(row: Result) -> str:
-        rivals = [median(c, "device_ms") for c in row["contenders"]
-                  if c["name"].startswith("SpikingJelly") and "device_ms" in c]  # fmt: skip
-        return number(min(rivals, default=None))
+    def rival(name: str, row: Result) -> str:
+        found = [c for c in row["contenders"] if c["name"].startswith(name) and "device_ms" in c]
+        return value(min(found, key=lambda c: median(c, "device_ms"), default={}), "device_ms")
 
-    size = {"T": "T", "neurons": "N", "dtype": "dtype"}
+    size = {"N": "N", "dtype": "dtype"}
     host = [row for row in result["rows"] if row["group"] in HOST_GROUPS]
     ours = [c for c in flat(result["rows"])
             if c["group"] not in HOST_GROUPS and c["name"].startswith(OURS)]  # fmt: skip
-    yield table(ours, {"forward and backward": name, **size, "ms": "device_ms",
-                       "roofline": "share", "SpikingJelly": fastest})  # fmt: skip
+    columns: Columns = {"forward and backward": name, **size, "ms": "device_ms"}
+    columns |= {"roofline": "share", "SpikingJelly": partial(rival, "SpikingJelly")}
+    yield table(ours, columns | {"FlexSN": partial(rival, FLEXSN)})
+    compiled = [row for row in result["rows"] if FLEXSN in by_name(row)]
+    if compiled:
+        yield "Peak memory in MB beyond the inputs, beside FlexSN:"
+        peaks = contenders(compiled, "peak_bytes", (OURS, FLEXSN))
+        yield table(compiled, keys("neuron", "T", "dtype") | peaks)
     yield "Wall-clock milliseconds, including the host:"
-    yield table(host, size | contenders(host, "wall_ms"))
+    yield table(host, {"T": "T"} | size | contenders(host, "wall_ms"))
 
 
 def block(result: Result) -> Parts:
     rows = result["rows"]
-    ours = [row | flat([row])[0] for row in rows]
-    about = {"T×B×C×H×W": "shape", **keys("dtype", "layout")}
+    ours = [flat([row])[0] | {"shape": f"{value(row, 'shape')}, {row['dtype']}, {row['layout']}"}
+            for row in rows]  # fmt: skip
+    about = {"T×B×C×H×W": "shape"}
     others = contenders(rows, "device_ms", (RECOMPUTED, SEPARATE, RIVAL))
     yield table(ours, about | {"one block, ms": "device_ms", "roofline": "share"} | others)
 
@@ -257,33 +274,23 @@ def first_call(result: Result) -> Parts:
 
 
 def networks(result: Result) -> Parts:
-    """Yield a table of times per kind of step, and one of memory in training."""
+    """Yield a line for each network of a row: its times by way, and its memory in training."""
     for kind, rows in grouped(result["rows"], "steps").items():
         ways = list(dict.fromkeys(c["way"] for c in flat(rows)))
-        yield f"A whole {kind} step, wall-clock milliseconds, {' / '.join(ways)}:"
-        yield _by_way(rows, ways, "wall_ms")
-        if kind == "training" and with_peak(rows):
-            yield f"Memory of a training step in MiB, {' / '.join(WAYS)}:"
-            yield _by_way(rows, WAYS, "peak_bytes")
+        yield f"A whole {kind} step, wall-clock milliseconds:"
+        lines = [
+            {"workload": f"{row['workload']}, {row['dtype']}", "network": name}
+            | {c["way"]: value(c, "wall_ms") for c in found}
+            | {"peaks": " / ".join(mebibytes(c.get("peak_bytes") or None) for c in found[:2])}
+            for row in rows
+            for name, found in grouped(row["contenders"], "network").items()
+            if any(c["status"] in ("ok", "wrong") for c in found)
+        ]
+        columns = keys("workload", "network", *ways)
+        yield table(lines, columns | {f"MiB, {' / '.join(WAYS)}": "peaks"})
     notes = {c["network"]: c["note"] for c in flat(result["rows"]) if "note" in c}
     for name, note in notes.items():
         yield f"{name}: {note}."
-
-
-def _by_way(rows: list[Result], ways: Sequence[str], key: str) -> str:
-    """Return a line for each workload and dtype, and a column for each network."""
-
-    def cell(row: Result, name: str) -> str:
-        found = [c for c in row["contenders"] if c["network"] == name and c["way"] in ways]
-        if key == "peak_bytes":  # 0 where it is not seen from outside
-            shown = [mebibytes(c.get(key) or None) for c in found]
-        else:
-            shown = [value(c, key) for c in found]
-        return " / ".join(shown) if set(shown) - {"–"} else "–"
-
-    names = dict.fromkeys(c["network"] for c in flat(rows) if c["status"] == "ok")
-    columns = {name: partial(cell, name=name) for name in names}
-    return table(rows, keys("workload", "dtype") | columns)
 
 
 def recorded_steps(result: Result) -> Parts:
@@ -302,185 +309,42 @@ def converted(result: Result) -> Parts:
     """Yield a line for each step of a network before and after conversion, and what was checked."""
     rows, lines, notes, used = result["rows"], [], {}, {}
     for row in rows:
-        found = [by_name(row).get(title, {}) for title in BEFORE_AFTER]
-        ratios = [
-            median(before) / median(after) if "wall_ms" in before and "wall_ms" in after else None
-            for before, after in (found[:2], found[2:])
-        ]
-        peaks = " / ".join(mebibytes(c.get("peak_bytes")) for c in found[:2])
-        lines.append(row | {"ratio": ratios[0], "speedup": ratios[1], "peaks": peaks})
+        found = [[c for c in row["contenders"] if c["side"] in sides and "wall_ms" in c]
+                 for sides in ((ORIGINAL, COMPILED), (CONVERTED,))]  # fmt: skip
+        before, after = (min(side, key=median, default={}) for side in found)
+        ratio = median(before) / median(after) if before and after else None
+        peaks = " / ".join(mebibytes(c.get("peak_bytes")) for c in (before, after))
+        way = before["name"].removeprefix(f"{ORIGINAL}, ") if before else "–"
+        images = 1e3 * row["batch"] / median(after) if after else None
+        lines.append(row | {"before": value(before, "wall_ms"), "way": way, "peaks": peaks}
+                     | {"after": value(after, "wall_ms"), "ratio": ratio, "images": images}
+                     | {"step": f"{row['network']}, {row['dtype']}, {row['steps']}"})  # fmt: skip
         check, name = row["float64"], row["network"]
         notes[name] = (
             f"- {name}: T = {row['T']}, batches of {row['batch']}, {row['layout']}. In float64, "
             f"all {check['outputs']:,} outputs of neurons for two samples are equal; rates are "
             f"{number(min(check['rates']))} to {number(max(check['rates']))}"
         ) + (f". {row['fusion'].capitalize()}." if "fusion" in row else ".")
-        used.setdefault(row["note"], {})[f"{name} in {row['dtype']}"] = None
-    before, after, *graphs = contenders(rows, "wall_ms", BEFORE_AFTER).values()
-    columns: Columns = {"network": "network", "step": "steps", "dtype": "dtype"}
-    columns |= {"original, ms": before, "converted, ms": after, "ratio": "ratio"}
-    columns |= {"original as a graph, ms": graphs[0], "converted as a graph, ms": graphs[1]}
-    yield table(lines, columns | {"ratio ": "speedup", "MiB, original / converted": "peaks"})
+        if row["note"]:
+            used.setdefault(row["note"], {})[name] = None
+    yield table(lines, {"step": "step", "original, ms": "before", "by": "way"}
+                | {"converted, ms": "after", "ratio": "ratio", "images a second": "images"}
+                | {"MiB, original / converted": "peaks"})  # fmt: skip
     yield "\n".join(notes.values())
-    yield "\n".join(f"- {note}: {'; '.join(where)}." for note, where in used.items())
+    if used:
+        yield "\n".join(f"- {note}: {'; '.join(where)}." for note, where in used.items())
 
 
-# Several processes
-
-
-def ddp(result: Result) -> Parts:
-    def memory(row: Result) -> str:
-        return " / ".join(mebibytes(row.get(f"{name}_bytes")) for name in ("alone", "together"))
-
-    yield f"{result['settings']['workload']}, {result['settings']['dtype']}:"
-    yield table(result["rows"], {
-        "step": lambda row: f"{row.get('network', OURS)}, {row['way']}", "GPUs": "processes",
-        "one alone, ms": "alone_ms", "all, ms": "together_ms",
-        "images a second": "images_per_second", "throughput of one": "throughput",
-        "MiB, alone / each": memory,
-    })  # fmt: skip
-
-
-def time_sharding(result: Result) -> Parts:
-    """Yield a line for each layer, network and layout, and the longest sequence."""
-    parts, lines = grouped(result["rows"], "what"), []
-    for row in result["rows"]:
-        if row["what"] == "long":
-            continue
-        net = f"{row['N']:,} neurons" if row["what"] == "layer" else "Spiking-ResNet18"
-        waiting = "" if row.get("speculate", True) else ", waiting"
-        line = row | {"what": f"{net}, {row['way']}", "mesh": f"{row['data']} × {row['time']}",
-                      "chunks": f"{row.get('chunks', '–')}{waiting}"}  # fmt: skip
-        hidden = ["statistics"] if row["time"] == 1 else []
-        hidden += [] if row["way"] == "CUDA graph" else ["predicted", "by_paper"]
-        lines.append({"ms": row["status"]} | line | dict.fromkeys(hidden))
-    yield table(lines, {
-        "": "what", "T": "T", "data × time": "mesh", "statistics": "statistics", "ms": "ms",
-        "speed-up": "speedup", "by the plan": "predicted", "by Eq. 5": "by_paper",
-        "microbatches": "chunks", "memory of one's": "memory_of_one",
-    })  # fmt: skip
-    for row in parts.get("long", []):
-        alone, several = ("fits" if row[k] else "does not fit" for k in ("fits_one", "fits"))
-        yield f"T = {row['T']:,} {alone} on one GPU, and {several} on {row['time']}."
-
-
-def event_scaling(result: Result) -> Parts:
-    settings = result["settings"]
-    yield (
-        f"Layers of {settings['width']:,} neurons of which {100 * settings['rate']:g}% fire, "
-        f"T = {settings['T']}, batch {settings['batch']}:"
-    )
-    rows = sorted(result["rows"], key=lambda row: (row["what"] != "weak scaling", row["ranks"]))
-    yield table([row | row.get("contenders", [row])[0] for row in rows], {
-        "": "what", **keys("ranks", "neurons", "parameters"), "step, ms": "wall_ms",
-        "samples/s": "samples_per_s", "efficiency": "efficiency",
-    })  # fmt: skip
-
-
-# Events
-
-
-def events(result: Result) -> Parts:
-    """Yield samples a second by network and case."""
-    rows, shown = result["rows"], (DENSE, DENSE + REPLAY, EVENTS, LISTS, PRODUCTS)
-    names = [n for n in shown if any(n in row["samples_per_s"] for row in rows)]
-    lines = [
-        row | row["samples_per_s"]
-        | {"activity": f"{100 * row['rate']:g}%", "gain": times(row["times_dense"].get(EVENTS), 1)}
-        for row in rows
-    ]  # fmt: skip
-    yield "Samples a second, whole training steps:"
-    columns = keys("case", "neurons", "activity", *names)
-    yield table(lines, columns | {"events over dense": "gain"})
-
-
-# Training
-
-
-def _last(rows: list[Result], epochs: int) -> str:
-    """Return the accuracy of each seed after all epochs, without runs that were stopped before."""
-    return by_seed([row["accuracy"] for row in rows if row["epoch"] == epochs])
-
-
-def _command(script: str, result: Result, *options: str) -> str:
-    """Return the command that repeats a training."""
-    given = {name: [result["settings"][name]] for name in ("epochs", *options)}
-    for option, key in (("names", "name"), ("seeds", "seed")):
-        given[option] = list(grouped(result["rows"], key))
-    words = [f"--{name} {shlex.join(map(str, values))}" for name, values in given.items()]
-    return f"Command: `python -m benchmarks.{script} {' '.join(words)}`."
-
-
-def spoken_digits(result: Result) -> Parts:
-    """Yield a line for each network: the last accuracy of every seed, and its speed."""
-    settings, lines = result["settings"], []
-    for name, rows in grouped(result["rows"], "name").items():
-        later = [row for row in rows if row["epoch"] > 1] or rows  # the first one compiles
-        speed, seconds = (
-            statistics.median(row[key] for row in later) for key in ("examples_per_s", "seconds")
-        )
-        lines.append({"name": name, "accuracy": _last(rows, settings["epochs"]), "seconds": seconds,
-                      "examples/s": f"{speed:,.0f}"})  # fmt: skip
-    yield (
-        f"{settings['data']}, a random fifth held out; hidden layers of "
-        f"{' and '.join(map(str, settings['hidden']))}, "
-        f"{settings['epochs']} epochs, batches of {settings['batch']}, {settings['dtype']}:"
-    )
-    yield table(lines, {"": "name", f"accuracy after the last epoch, {BY_SEED}": "accuracy",
-                        "seconds an epoch": "seconds", "examples/s": "examples/s"})  # fmt: skip
-    yield _command("spoken_digits", result)
-
-
-def accuracy(result: Result) -> Parts:
-    """Yield a line for each network: its last accuracies and speeds, and the times of a step."""
-    settings, lines, steps = result["settings"], [], grouped(result["rows"], "T")
-    profiles = settings["profile"]
-    parts = next(iter(profiles.values()), {"ms": ()})["ms"]
-    for name, rows in grouped(result["rows"], "name").items():
-        seeds = grouped(rows, "seed")
-        profile = profiles.get(f"{name}, seed {next(iter(seeds))}", {"ms": {}})
-        by_steps = {T: [r["images_per_s"] for r in rows if r["T"] == T] for T in steps}
-        lines.append({
-            "": name, f"test accuracy, {BY_SEED}": _last(rows, settings["epochs"]),
-            "seconds": statistics.median(sum(r["seconds"] for r in one) for one in seeds.values()),
-            # The first epoch of each number of steps compiles and records.
-            **{f"images/s, T = {T}": round(statistics.median(found[1:] or found))
-               for T, found in by_steps.items()},
-            "images/s, data pipeline alone": profile.get("augmented_images_per_s"),
-            **{part: profile["ms"].get(part) for part in parts},
-        })  # fmt: skip
-    early = f", {settings['early']} of them with one step" if settings["early"] else ""
-    yield (
-        f"{settings['data']}, {settings['model']}, T = {settings['T']}, {settings['epochs']} "
-        f"epochs{early}, batches of {settings['batch']}. The data pipeline alone reads and "
-        "augments images. The parts of a step, and evaluation, are in ms per batch:"
-    )
-    yield table(lines, keys(*lines[0]))
-    yield _command("accuracy", result, "early", "batch", "lr")
-
-
-def papers(results: Results, root: Path) -> str:
-    """A row per recipe, the paper's figures beside ours, and where ours were measured."""
-    rows = {result["settings"]["recipe"]: result["rows"] for _, result in results}
-    lines, origins = [], []
-    for recipe, (printed, paper_seconds) in PAPERS.items():
-        found = rows.get(recipe, ())
-        lines.append({
-            "recipe": f"`{recipe}`", "theirs": None if printed is None else f"{printed:.2f}%",
-            "accuracy": by_seed([row["test_accuracy"] for row in found]) or None,
-            "paper": paper_seconds,
-            "seconds": ", ".join(number(row["training_seconds"]) for row in found) or None,
-        })  # fmt: skip
-    for path, result in results:
-        links = [link.removeprefix("!") for link in picture(path, root, "Curve")]
-        seeds = ", ".join(str(row["seed"]) for row in result["rows"])
-        plural = "s" if len(result["rows"]) > 1 else ""
-        text = ". ".join([f"{origin(result)}, seed{plural} {seeds}", *links])
-        origins.append(f"- `{result['settings']['recipe']}`: {text}.")
-    columns: Columns = {"recipe": "recipe", "paper's accuracy": "theirs",
-                        f"ours, {BY_SEED}": "accuracy",
-                        "paper's training seconds": "paper", "ours": "seconds"}  # fmt: skip
-    return "\n\n".join([table(lines, columns), "\n".join(origins)]).rstrip()
+def open_neuromorphic(result: Result) -> Parts:
+    """Yield the times and the memory of each library."""
+    for key, what in (("wall_ms", "Forward and backward, milliseconds"), ("peak_bytes", "MB")):
+        rows = [{"name": c["name"], "dtype": c["dtype"], "N": c["N"], "value": value(c, key)}
+                for c in flat(result["rows"]) if c["status"] == "ok"]  # fmt: skip
+        lines = [{"name": name} | {f"{r['N']:,}, {r['dtype']}": r["value"] for r in found}
+                 for name, found in grouped(rows, "name").items()]  # fmt: skip
+        yield f"{what}, by the number of neurons and the dtype:"
+        heads = dict.fromkeys(head for line in lines for head in line if head != "name")
+        yield table(lines, {"library": "name"} | keys(*heads))
 
 
 # How values are written, by their key; others by their type.

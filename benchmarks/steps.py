@@ -83,6 +83,7 @@ class Network:
     same_gradient: bool = True  # it has the reference's surrogate
     # Makes a network with the same results, where spikes of neurons cannot be replaced.
     equivalent: Callable[[], Network] | None = None
+    flips_spikes: bool = False  # it rounds otherwise than the equivalent one in each layer
     container: nn.Module | None = None  # what `call` runs
 
     @property

@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import record, sections
+from benchmarks import record, sections, training_sections
 from benchmarks.claims import claims
+from benchmarks.overview import overview
 from benchmarks.runner import plain_parser
 from benchmarks.sections import Parts, Result, Results, origin, picture
 
@@ -107,32 +108,36 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "convert": ("convert", each(sections.converted), SCRIPT.format("convert")),
     "block": ("block", each(sections.block), BENCH),
     "recurrent": ("recurrent", each(sections.recurrent), SCRIPT.format("recurrent")),
-    "ddp": ("ddp*", each(sections.ddp), TORCHRUN.format(2, "parallel data")),
+    "ddp": ("ddp*", each(training_sections.ddp), TORCHRUN.format(2, "parallel data")),
     "time-sharding": (
         "time_sharding",
-        each(sections.time_sharding, "speed-up over the number of time steps"),
+        each(training_sections.time_sharding, "speed-up over the number of time steps"),
         TORCHRUN.format(4, "parallel time"),
     ),
-    "events": ("events", each(sections.events, "speed over activity"), BENCH),
+    "events": ("events", each(training_sections.events, "speed over activity"), BENCH),
     "event-scaling": (
         "event_scaling",
-        each(sections.event_scaling, "efficiency over ranks"),
+        each(training_sections.event_scaling, "efficiency over ranks"),
         TORCHRUN.format(4, "events sharded --largest 256500"),
     ),
     "spoken-digits": (
         "spoken_digits*",
-        each(sections.spoken_digits, "accuracy over seconds"),
+        each(training_sections.spoken_digits, "accuracy over seconds"),
         SCRIPT.format("spoken_digits --seeds 0 1 2"),
     ),
     "accuracy": (
         "accuracy*",
-        each(sections.accuracy, "accuracy over seconds"),
+        each(training_sections.accuracy, "accuracy over seconds"),
         SCRIPT.format("accuracy --early 64 --epochs 96"),
     ),
     "first-call": ("first_call", each(sections.first_call), BENCH),
     "cpu-steps": ("cpu", each(sections.cpu_steps), BENCH),
     "gpu-tests": ("gpu_tests", each(sections.gpu_tests), SCRIPT.format("gpu_tests")),
-    "papers": ("reproduce_*", sections.papers, SCRIPT.format("reproduce RECIPE")),
+    "papers": ("reproduce_*", training_sections.papers, SCRIPT.format("reproduce RECIPE")),
+    "open-neuromorphic": (
+        "open_neuromorphic", each(sections.open_neuromorphic), SCRIPT.format("open_neuromorphic")
+    ),
+    "overview": ("*", overview, BENCH),
     "claims": ("*", claims, BENCH),
 }  # fmt: skip
 

@@ -83,7 +83,9 @@ def poisoned() -> Iterator[None]:
     def poison(allocate):
         def wrapper(*args, **kwargs):
             x = allocate(*args, **kwargs)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
+            if x.is_floating_point():
+                x.detach().fill_(float("nan"))
+            return x
 
         return wrapper
 

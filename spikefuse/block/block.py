@@ -77,8 +77,6 @@ class Block(nn.Module):
         TypeError, ValueError: wrong modules, shapes or dtypes.
     """
 
-    is_leaf = True  # of traced graphs
-
     def __init__(self, norm: BatchNorm, neuron: Neuron, memory: Policy | None = None) -> None:
         super().__init__()
         if type(norm) not in NORMS:

@@ -143,8 +143,8 @@ def reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[str]]:
-    """Run operations as they are; yield a list to which the lines are added that wait for the GPU,
-    so that no capture of them has to fail half-way."""
+    """Run operations as they are, and yield a list to which lines of code that wait for the GPU are
+    added. A capture that would fail half-way is then not tried."""
     lines: list[str] = []
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:

@@ -21,8 +21,10 @@ from spikefuse.scan.checks import are_transformed
 
 MODES = ("auto", "eager", "inductor", "recorded")
 
-#: How often graphs of a function are dropped for others, of which TorchDynamo has at most a few.
+#: How often the graphs of a function are dropped to capture others: TorchDynamo stores only a few.
 MAX_RENEWALS = 4
+#: How many functions and sets of hooks are captured; with further hooks, the network runs unfused.
+MAX_CAPTURED = 16
 
 _numbers = count()
 
@@ -72,6 +74,9 @@ class Captured:
         self._is_new_call, self.report.has_run, self.report.net = True, False, net
         key = function, *hooks, current_policy()
         compiled = self._compiled.get(key)
+        if compiled is None and hooks and len(self._compiled) >= MAX_CAPTURED:
+            self.report.note("too many different hooks: the last call was not captured")
+            return _run(function, net, args, kwargs)
         if compiled is None:
             compiled = self._compiled[key] = self._compile(function)
         outer, active.captures = active.captures, True
@@ -102,13 +107,13 @@ class Captured:
         """Drop the graphs of a function after a call that TorchDynamo has refused to capture."""
         if self._renewals < MAX_RENEWALS:
             self._renewals += 1
-            del self._compiled[key]
+            self._compiled.pop(key, None)  # unless another thread has
         else:
             self.report.note("too many shapes and modes: the last call was not captured")
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        # TorchDynamo stores graphs with the code of a function and runs at most a few of each, so
-        # that each network needs code of its own.
+        # TorchDynamo stores graphs with the code of a function, and only a few for each, so that
+        # each network needs code of its own.
         assert isinstance(function, FunctionType)
         code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
         own = FunctionType(code, function.__globals__, function.__name__)

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.split_module import split_module
 
 from spikefuse.graph import operations
-from spikefuse.graph.nodes import arguments_of, changed_by, is_mode, name_of, storage_of, value
+from spikefuse.graph.nodes import changed_by, is_mode, name_of, storage_of, value
 from spikefuse.memory.spikes import MIN_VALUES
 from spikefuse.nn.checkpoint import recompute
 
@@ -116,20 +116,11 @@ def _changes(graph: fx.Graph) -> dict[int | None, int]:
 
 def _changed_by(node: fx.Node) -> list[fx.Node]:
     """The tensors that a node changes in place."""
-    changed: Any = ()
-    if node.target in _BATCH_NORMS:
-        arguments = arguments_of(node, node.target)
-        if arguments["training"]:
-            changed = arguments["running_mean"], arguments["running_var"]
-    elif node.target is operations.norm_statistics:
-        changed = node.args[2]
-    elif node.op == "call_module":
+    if node.op == "call_module":
         segment: Any = node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
-        is_saved = segment.is_saved
-        changed = [x for x, saved in zip(node.args, is_saved, strict=True) if not saved]
-    else:
-        return changed_by(node)
-    return [x for x in changed if isinstance(x, fx.Node)]
+        pairs = zip(node.args, segment.is_saved, strict=True)
+        return [x for x, is_saved in pairs if not is_saved and isinstance(x, fx.Node)]
+    return operations.updated_statistics(node) or changed_by(node)
 
 
 def _is_read(changed: fx.Node) -> bool:

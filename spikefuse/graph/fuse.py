@@ -19,6 +19,7 @@ from spikefuse._torch import is_compiled, separate
 from spikefuse.block import batch_norm
 from spikefuse.graph.captured import Captured
 from spikefuse.graph.report import Fusion
+from spikefuse.kernels.norm import BatchNorm
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.temporal import Temporal, run_captured
 
@@ -69,7 +70,10 @@ def fuse(model: M, mode: str = "auto") -> M:
     if not names:
         all_captured.append(Captured(mode))
         vars(result)["forward"] = partial(run_fused, all_captured[0], result)
-    vars(result)["fusion"] = Fusion(tuple(c.report for c in all_captured))
+    inside = tuple(names.values()) or ("",)
+    outside = [name for name, m in model.named_modules()
+               if isinstance(m, BatchNorm) and not name.startswith(inside)]  # fmt: skip
+    vars(result)["fusion"] = Fusion(tuple(c.report for c in all_captured), tuple(outside))
     return result
 
 

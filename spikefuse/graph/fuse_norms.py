@@ -169,11 +169,20 @@ def _match(scan: ScanNode, order: dict[fx.Node, int]) -> Match:
     reads = {*reads, storage_of(residual)} - {None}
     first, last = min(order[s.norm] for s in norms), order[scan.node]
     own = order[read] if read.target in IN_PLACE_ADDITIONS else -1
-    if any(first < i < last and i != own and changes_something(n) for n, i in order.items()):
+    between = [n for n, i in order.items() if first < i < last and i != own]
+    known = reads | {storage_of(x) for s in norms for x in _running_statistics(s.norm)}
+    updated = {storage_of(x) for n in between for x in operations.updated_statistics(n)}
+    if any(map(changes_something, between)) or known & updated:
         raise NotFusible("a tensor or a mode may change between it and its neuron")
     if any(i > last and storage_of(x) in reads for n, i in order.items() for x in changed_by(n)):
         raise NotFusible("a tensor that a block would save is changed in place later")
     return Match(scan, norms, residual, views, read, channel)
+
+
+def _running_statistics(norm: fx.Node) -> list[Any]:
+    """The running statistics that a block reads in place of a norm in evaluation."""
+    arguments = arguments_of(norm, F.batch_norm)
+    return [] if arguments["training"] else [arguments["running_mean"], arguments["running_var"]]
 
 
 def _summands(add: fx.Node, order: dict[fx.Node, int]) -> list[Summand]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from spikefuse.graph import operations
-from spikefuse.graph.nodes import changes_something, is_view, name_of, value
+from spikefuse.graph.nodes import ADDITIONS, changes_something, is_view, name_of, value
 
 
 def use_channels_last(graph: fx.Graph) -> None:
@@ -39,6 +39,23 @@ def use_channels_last(graph: fx.Graph) -> None:
         if _makes_contiguous(node) and all(map(_takes_any_layout, _readers(node))):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+    for node in nodes:
+        _keep_layout_of_gradients(graph, node)
+
+
+def _keep_layout_of_gradients(graph: fx.Graph, node: fx.Node) -> None:
+    """Convert the gradients of other readers once, before they are added to those of layers."""
+    if not (_takes_any_layout(node) and isinstance(value(node), Tensor) and value(node).ndim > 3):
+        return
+    others = [user for user in node.users if not all(map(_takes_any_layout, _readers_by(user)))]
+    others = [user for user in others if user.op != "output"]
+    if not others or (len(others) == len(node.users) == 1 and node.target not in ADDITIONS):
+        return
+    with graph.inserting_after(node):
+        kept = graph.call_function(operations.keep_layout, (node,))
+    kept.meta.update(node.meta)
+    for user in others:
+        user.replace_input_with(node, kept)
 
 
 def _merges_with_a_copy(node: fx.Node) -> bool:
@@ -91,10 +108,11 @@ def _makes_contiguous(node: fx.Node) -> bool:
 
 def _readers(node: fx.Node) -> list[fx.Node]:
     """What reads a tensor, directly or through views."""
-    readers = []
-    for user in node.users:
-        readers += _readers(user) if is_view(user) else [user]
-    return readers
+    return [reader for user in node.users for reader in _readers_by(user)]
+
+
+def _readers_by(user: fx.Node) -> list[fx.Node]:
+    return _readers(user) if is_view(user) else [user]
 
 
 def _takes_any_layout(node: fx.Node) -> bool:

@@ -35,6 +35,13 @@ _IN_PLACE_OPERATORS = {
     *(getattr(operator, f"i{name}") for name in ("mod", "pow", "matmul", "and", "or", "xor")),
     *(getattr(operator, f"i{name}") for name in ("lshift", "rshift", "concat")),
 }
+_IN_PLACE_METHODS = {f"__{function.__name__}__" for function in _IN_PLACE_OPERATORS}
+# Layers of torch that change a parameter or a buffer if this argument is given.
+_UPDATING: dict[Any, str] = {
+    F.instance_norm: "running_mean",
+    F.embedding: "max_norm",
+    F.embedding_bag: "max_norm",
+}
 _CUSTOM_OPS = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 # Functions of torch that enter and leave modes, by which Dynamo records context managers.
 _MODES = re.compile("_(set_grad_enabled|(enter|exit)_(autocast|inference_mode))")
@@ -68,8 +75,8 @@ def has_one_reader(node: Any) -> bool:
 
 
 def _module(node: fx.Node) -> tuple[str, str]:
-    """The id of the module whose code a node is, and the expression that TorchDynamo has found it
-    by; empty if there is none."""
+    """The id of the module to whose code a node belongs, and the expression by which TorchDynamo
+    found it; both empty if there is none."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return "", ""
@@ -82,8 +89,8 @@ def have_one_module(a: fx.Node, b: fx.Node) -> bool:
 
 
 def module_of(node: fx.Node, net: nn.Module | None) -> str:
-    """The qualified name in `net`, if it is known, of the module whose code a node is; "" for the
-    whole network."""
+    """The qualified name in `net`, if it is known, of the module to whose code a node belongs; ""
+    for the whole network."""
     key, path = _module(node)
     if net is not None:
         for name, module in net.named_modules():
@@ -126,10 +133,12 @@ def changes_something(node: fx.Node) -> bool:
     if not node.op.startswith("call"):
         return False
     target, name = node.target, name_of(node)
-    if target in _IN_PLACE_OPERATORS or _MODES.fullmatch(name):
+    if target in _IN_PLACE_OPERATORS or name in _IN_PLACE_METHODS or _MODES.fullmatch(name):
         return True
     if target == "add_" and _is_counter(node.args[0]):
         return False
+    if target in _UPDATING:
+        return arguments_of(node, target)[_UPDATING[target]] is not None
     if isinstance(target, _CUSTOM_OPS):
         return not str(target).startswith("spikefuse.")
     if "out" in node.kwargs or node.kwargs.get("inplace"):
@@ -146,6 +155,7 @@ def changed_by(node: fx.Node) -> list[fx.Node]:
         changed = node.kwargs["out"]
     elif (changes_something(node) and not is_mode(node)) or node.target == "add_":
         is_known = node.args and not isinstance(node.target, _CUSTOM_OPS)
+        is_known = is_known and node.target not in _UPDATING
         changed = node.args[0] if is_known else node.all_input_nodes
     nodes: list[fx.Node] = []
     fx.node.map_arg(changed, nodes.append)

@@ -17,6 +17,7 @@ from spikefuse.block import batch_norm as batch_norms
 from spikefuse.block import functional
 from spikefuse.block.functional import Norm, Statistics
 from spikefuse.block.program import BlockProgram, block_program
+from spikefuse.graph.nodes import arguments_of
 from spikefuse.kernels.running import Running
 from spikefuse.nn import pool
 from spikefuse.nn.call import active, mark_binary, saving_spikes
@@ -58,6 +59,18 @@ def binary_outputs(node: fx.Node) -> Sequence[bool]:
     if node.target in (run_block, scan) or ScanNode.is_scan(node):
         return program(first).step.binary
     return binary_outputs(first[0].args[0]) if node.target is move_dim else ()
+
+
+def updated_statistics(node: fx.Node) -> list[fx.Node]:
+    """The running statistics that a batch norm in training changes."""
+    updated: Any = ()
+    if node.target in (F.batch_norm, batch_norm):
+        arguments = arguments_of(node, node.target)
+        if arguments["training"]:
+            updated = arguments["running_mean"], arguments["running_var"]
+    elif node.target is norm_statistics:
+        updated = node.args[2]
+    return [x for x in updated if isinstance(x, fx.Node)]
 
 
 def shares_time() -> bool:
@@ -173,6 +186,26 @@ def move_dim(tensors: list[Tensor], source: int, target: int) -> list[Tensor]:
 def conv2d(x: Tensor, *args: Any) -> Tensor:
     """`torch.conv2d` in channels-last memory."""
     return torch.conv2d(x.contiguous(memory_format=torch.channels_last), *args)
+
+
+class _KeepLayout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.strides = torch.empty_like(x, device="meta").stride()  # dense
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if grad.stride() == ctx.strides:
+            return grad
+        kept = torch.empty_strided(grad.shape, ctx.strides, dtype=grad.dtype, device=grad.device)
+        return kept.copy_(grad)
+
+
+def keep_layout(x: Tensor) -> Tensor:
+    """`x`, whose gradient gets the same layout in memory."""
+    y: Tensor = _KeepLayout.apply(x)
+    return y
 
 
 def pointwise_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any) -> Tensor:

@@ -32,7 +32,8 @@ def recorded(function: Callable[..., Any], buffers: Container[int] = ()) -> Reco
 
     The first calls run `function` as it is. Then a call, and its backward pass, take one launch
     each, for each set of shapes, modes and inputs that require gradients. Results and gradients
-    are those of `function`, in memory of their own.
+    are those of `function`, in memory of their own. Gradients of results are copied to dense
+    memory, where cuBLAS may round otherwise than from expanded ones, such as those of `sum()`.
 
     - Parameters and buffers are read and changed where they are. If they have moved, the network is
       recorded again. Other inputs are copied.

@@ -10,6 +10,7 @@ from spikefuse.graph.nodes import module_of
 from spikefuse.kernels.norm import BatchNorm
 from spikefuse.transforms.tables import aligned
 
+OUTSIDE = "it is called outside Temporal"
 NOT_CAPTURED = "no graph contains it: TorchDynamo does not trace the code that calls it"
 
 
@@ -54,7 +55,7 @@ class GraphReport:
         self.places, self.graphs, self.notes = [], 0, []
 
     def name_of(self, node: fx.Node) -> str:
-        """The qualified name of the module whose code a node is."""
+        """The qualified name of the module to whose code a node belongs."""
         return f"{self.prefix}{module_of(node, self.net)}"
 
     def fuse(self, norm: fx.Node, neuron: fx.Node, residual: bool) -> None:
@@ -93,10 +94,12 @@ class Fusion:
     """
 
     reports: tuple[GraphReport, ...]
+    outside: tuple[str, ...] = ()  # batch norms that no `Temporal` of the network contains
 
     @property
     def places(self) -> tuple[Place, ...]:
-        return tuple(place for report in self.reports for place in report.places)
+        captured = (place for report in self.reports for place in report.places)
+        return (*captured, *(Place(name, reason=OUTSIDE) for name in self.outside))
 
     @property
     def fused(self) -> tuple[Place, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from spikefuse.models.blocks import MakeNeuron, Size, conv_norm, global_average, max_pool, residual
 from spikefuse.models.spikformer import check_heads, split_heads
+from spikefuse.nn.symbolic import leaf
 
 # Rows of tokens per patch of the attention, and blocks, of the three stages.
 PATCHES, DEPTHS = (4, 2, 1), (1, 2, 3)
@@ -28,12 +29,12 @@ class SpikeScale(nn.Module):
     """
 
     rate: Tensor
-    is_leaf = True  # of traced graphs
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         self.register_buffer("rate", torch.zeros(num_heads, 1, 1))
 
+    @leaf
     def forward(self, spikes: Tensor) -> Tensor:
         """Return `[heads, 1, 1]` for spikes `[B, heads, d, ...]`; update f in training."""
         if self.training:

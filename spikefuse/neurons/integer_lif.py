@@ -56,9 +56,12 @@ class IntegerLIF(Neuron):
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         h = leaky(x, v, self.decay, False)
         self.expose(h=h)
-        u = torch.clamp(torch.clamp(h / self.threshold, min=0.0), max=self.levels)
-        whole = torch.floor(u).detach()
-        rounded = whole + (u.detach() - whole >= 0.5)
+        u = h / self.threshold
+        clipped = torch.clamp(torch.clamp(u, min=0.0), max=self.levels).detach()
+        # The derivative of clamp at its bounds depends on the version of PyTorch.
+        u = torch.where(clipped == u, u, clipped)
+        whole = torch.floor(clipped)
+        rounded = whole + (clipped - whole >= 0.5)
         # The difference is 0, so that adding it rounds nothing, and has the derivative of u.
         s = rounded + (u - u.detach())
         r = s.detach() if self.detach_reset else s

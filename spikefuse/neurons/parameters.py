@@ -141,7 +141,8 @@ def evaluated(module: Any) -> Any:
         if isinstance(value, nn.Module) and not isinstance(value, Learnable):
             nn.Module.add_module(clone, name, evaluated(value))
         else:
-            clone.__dict__[name] = value() if isinstance(value, Learnable) else value
+            value = value() if isinstance(value, Learnable) else value
+            nn.Module.register_buffer(clone, name, value)
     return clone
 
 

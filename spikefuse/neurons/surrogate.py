@@ -101,10 +101,9 @@ class Surrogate(Holder):
 
     def _learned(self) -> Iterator[str]:
         for prefix, module in self.named_modules():
-            for name, value in (
-                *vars(module).items(),
-                *module.named_parameters(recurse=False),
-            ):
+            plain = () if is_traced() else vars(module).items()  # which PyTorch 2.11 cannot trace
+            tensors = *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)
+            for name, value in (*plain, *tensors):
                 if isinstance(value, Tensor) and (value.requires_grad or has_tangent(value)):
                     yield f"{prefix}.{name}".lstrip(".")
 

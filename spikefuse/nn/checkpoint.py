@@ -187,17 +187,14 @@ def is_recomputed(or_by_ours: bool = False) -> bool:
         code = frame.f_code
         if code is _run_again.__code__:
             return or_by_ours
-        if code.co_filename == torch_checkpoint.__file__ and code not in _FIRST_RUNS:
+        if code.co_filename == torch_checkpoint.__file__ and code.co_name in _SECOND_RUNS:
             return True
         frame = frame.f_back
     return False
 
 
-#: The functions of torch.utils.checkpoint that call a function the first time.
-_FIRST_RUNS = (
-    inspect.unwrap(torch_checkpoint.checkpoint).__code__,
-    torch_checkpoint.CheckpointFunction.forward.__code__,
-)
+#: The functions of torch.utils.checkpoint that call a function the second time.
+_SECOND_RUNS = ("recompute_fn", "backward")
 
 
 class _Arrivals:

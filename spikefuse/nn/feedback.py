@@ -55,8 +55,6 @@ class Feedback(nn.Module):
         TypeError, ValueError: an argument or input is not as described.
     """
 
-    is_leaf = True  # of traced graphs
-
     def __init__(self, body: nn.Module, neuron: Neuron) -> None:
         super().__init__()
         check_module("body", body)

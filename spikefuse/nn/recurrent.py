@@ -84,8 +84,6 @@ class Recurrent(nn.Module):
     recognition", Frontiers in Neuroscience 2022 (recurrent layers of adaptive LIF neurons).
     """
 
-    is_leaf = True  # of traced graphs
-
     def __init__(
         self,
         neuron: Neuron,

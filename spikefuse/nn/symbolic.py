@@ -25,4 +25,10 @@ def leaf(forward: F) -> F:
 
     call.__signature__ = signature(forward)  # type: ignore[attr-defined]
     del call.__wrapped__  # torch.fx would read its code
+    call.is_leaf = True  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a symbolic trace records calls of a module."""
+    return getattr(type(module).forward, "is_leaf", False)

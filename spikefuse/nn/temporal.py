@@ -93,8 +93,7 @@ class Temporal(nn.Module):
         inputs, kwargs: the arguments of the network, in any nesting of tuples, lists and dicts.
             Each tensor is `[T, B, ...]`, with the same T and B; or `Events` of T steps and B
             samples for a network that begins with an `EventLinear`. Other objects are passed on as
-            they are. Time sharding takes
-            one tensor among the arguments.
+            they are. With time sharding, exactly one argument is a tensor.
         state: the state that an earlier call returned, or None to start from rest.
         return_state: also return the final state, a dict from each neuron's name in
             `named_modules()`, such as "net.1", to its tuple of states; passed as `state=` to the

@@ -426,7 +426,3 @@ def _elsewhere(known: list[Tensor]) -> tuple[list[Tensor], list[tuple[Stream, An
 
 def _version_of(x: Tensor | None) -> int | None:
     return None if x is None else version(x)
-
-
-def _has_changed(p: Tensor, grad: Tensor | None, version: int | None) -> bool:
-    return p.grad is not grad or _version_of(grad) != version

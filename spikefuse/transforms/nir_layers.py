@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from spikefuse.neurons.parameters import NUMBERS
 from spikefuse.neurons.surrogate import Surrogate
+from spikefuse.nn.symbolic import leaf
 
 
 class Scale(nn.Module):
@@ -18,13 +19,12 @@ class Scale(nn.Module):
     Shapes: `x`, `y`: `[B, ...]`; `scale`, a buffer: any shape that broadcasts to one of x's rows.
     """
 
-    is_leaf = True  # of traced graphs
-
     def __init__(self, scale: Tensor | float) -> None:
         super().__init__()
         self.register_buffer("scale", torch.as_tensor(scale))
         self.scale: Tensor
 
+    @leaf
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale
 
@@ -39,14 +39,13 @@ class Threshold(nn.Module):
     x's rows.
     """
 
-    is_leaf = True  # of traced graphs
-
     def __init__(self, threshold: Tensor | float, surrogate: Surrogate) -> None:
         super().__init__()
         self.register_buffer("threshold", torch.as_tensor(threshold))
         self.threshold: Tensor
         self.surrogate = surrogate
 
+    @leaf
     def forward(self, x: Tensor) -> Tensor:
         return self.surrogate(x - self.threshold)
 

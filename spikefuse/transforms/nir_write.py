@@ -21,6 +21,7 @@ from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.recurrent import Recurrent
+from spikefuse.nn.symbolic import is_leaf
 from spikefuse.nn.temporal import Temporal
 from spikefuse.transforms.converters.common import Above, Refusal
 from spikefuse.transforms.converters.norse import SynapticLI
@@ -100,9 +101,8 @@ def to_nir(net: nn.Module, sample: Tensor, *, dt: float) -> Any:
 
 class _NetworkTracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, Neuron | Surrogate) or getattr(type(m), "is_leaf", False):
-            return True
-        return super().is_leaf_module(m, module_qualified_name)
+        is_ours = isinstance(m, Surrogate) or is_leaf(m)
+        return is_ours or super().is_leaf_module(m, module_qualified_name)
 
 
 def _traced(net: nn.Module) -> fx.GraphModule:

@@ -21,6 +21,7 @@ SCRIPTS = (
     "neurons steps --dtype float32 --T 2",
     "neurons --groups lif inference layout zoo --dtype bfloat16",
     "recurrent",
+    "open_neuromorphic",
     "cpu",
     "neurons block --layout channels-last --shapes T=4",
     "networks --dtype bfloat16 --name networks_trial --T 3",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plots, record, sections, tables
+from benchmarks import overview, plots, record, sections, tables, training_sections
 
 PLOTS = {
     "timestep_scaling": plots.timestep_scaling,
@@ -55,15 +55,38 @@ def test_accuracy_of_runs_that_are_not_complete() -> None:
     ]  # fmt: skip
     settings = {"data": "d", "model": "m", "T": 4, "epochs": 4, "early": 0, "batch": 64, "lr": 0.1}
     result = {"rows": rows, "settings": settings | {"profile": {}}}
-    _, table, command = sections.accuracy(result)
+    _, table, command = training_sections.accuracy(result)
     options = "--epochs 4 --early 0 --batch 64 --lr 0.1 --names spikefuse --seeds 0 1"
     assert command == f"Command: `python -m benchmarks.accuracy {options}`."
     line = "| spikefuse | 80.00%, 82.00%; 81.00 ± 1.41% | 4.00 | 400 |"
-    assert table.splitlines()[-1] == f"{line} – |"
+    assert table.splitlines()[-1] == line
     profile = {"ms": {"forward": 2.0}, "augmented_images_per_s": 50_000}
     result["settings"]["profile"] = {"spikefuse, seed 0": profile}
-    _, table, _ = sections.accuracy(result)
-    assert table.splitlines()[-1] == f"{line} 50,000 | 2.00 |"
+    _, table, _, parts, _ = training_sections.accuracy(result)
+    assert table.splitlines()[-1] == line
+    assert parts.splitlines()[-1] == "| spikefuse | 50,000 | 2.00 |"
+
+
+def test_overview() -> None:
+    """The best of each side; losses are bold."""
+    names = {"spikefuse": 2.0, "spikefuse, CUDA graph": 1.0, "nn.RNN": 0.5, "eager loop": 3.0}
+    contenders = [
+        {"name": n, "wall_ms": {"median": ms}, "peak_bytes": 100} for n, ms in names.items()
+    ]
+    row = {"N": 128, "T": 10, "dtype": "float32", "contenders": contenders}
+    result = {"benchmark": "recurrent", "rows": [row], "machine": {"gpu": "NVIDIA H200"}}
+    _, _, table = overview.overview([(Path("r.json"), result)], Path()).partition("\n\n")
+    assert table.splitlines()[2:] == [
+        "| 128 recurrent neurons, T = 10 | float32 | 1.00 | eager loop | 3.00 | 3.00× | 1.00× |",
+        "| 128 recurrent neurons, T = 10, without spikes | float32 | 1.00 | nn.RNN | 0.500 "
+        "| **0.50×** | 1.00× |",
+    ]
+
+
+@pytest.mark.parametrize("page", record.PAGES)
+def test_tables_fit_on_a_page(page: str) -> None:
+    heads = re.findall(r"^\|(?: ---:? \|)+$", (record.ROOT / page).read_text(), re.M)
+    assert max((head.count("---") for head in heads), default=0) <= 7
 
 
 def test_quick_results_are_left_out(tmp_path: Path) -> None:

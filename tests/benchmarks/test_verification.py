@@ -15,7 +15,8 @@ import spikefuse as sf
 from benchmarks import events, layers, networks, neurons
 from benchmarks.agreement import Agreement, NetworkReference
 from benchmarks.events import DENSE, EVENTS, EventTask
-from benchmarks.layers import JELLY_NODE, OURS, Inputs, LayerResult, LayerTruth
+from benchmarks.jelly import NODE
+from benchmarks.layers import OURS, Inputs, LayerResult, LayerTruth
 from benchmarks.networks import Workload, WorkloadTask
 from benchmarks.parallel import NetworkStep
 from benchmarks.runner import Contender
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers(dtype: torch.dtype) -> None:
     inputs, neuron = Inputs.draw((6, 1, 20000), dtype, CPU), layers.lif()
-    truth, rival, ours = LayerTruth(neuron, inputs), Contender(JELLY_NODE), Contender(OURS)
+    truth, rival, ours = LayerTruth(neuron, inputs), Contender(NODE), Contender(OURS)
     for layer in (neuron, functools.partial(neuron, impl="reference")):
         truth.verify(ours, layers.train(layer, inputs))
     LayerTruth(neuron, inputs, training=False).verify(ours, layers.infer(neuron, inputs))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import events, layers, networks, neurons, record
+from benchmarks import events, jelly, layers, networks, neurons, record
 from benchmarks.events import DENSE, EVENTS, REPLAY
 from benchmarks.networks import CONVOLUTIONS, FUSED, RELU
 from benchmarks.runner import WAYS
@@ -26,7 +26,7 @@ def without_spikingjelly(monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable(*names: str) -> tuple[Any, ...]:
         raise ImportError("SpikingJelly is not compared here")
 
-    monkeypatch.setattr(layers, "spikingjelly", unavailable)
+    monkeypatch.setattr(jelly, "spikingjelly", unavailable)
 
 
 @pytest.mark.usefixtures("without_spikingjelly")

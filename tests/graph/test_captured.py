@@ -131,6 +131,21 @@ def test_hooks_that_come_and_go() -> None:
     assert seen == [kind for kind in (sf.Temporal, Net, nn.BatchNorm1d, sf.LIF) for _ in range(2)]
 
 
+def test_hooks_that_are_always_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs do not accumulate, and calls without a hook remain fused."""
+    monkeypatch.setattr(captured, "MAX_CAPTURED", 2)
+    net, x, seen = sf.fuse(network()).eval(), torch.randn(4, 3, 6), []
+    for i in range(4):
+        hook = net.net.lif.register_forward_hook(lambda m, args, y: seen.append(y))
+        y = net(x)
+        hook.remove()
+        torch.testing.assert_close(y, net(x))
+        assert len(seen) == i + 1
+    assert len(net.captured._compiled) == 2
+    assert notes(net) == ["too many different hooks: the last call was not captured"]
+    assert net.fusion.fused == (FUSED_PLACE,)
+
+
 def test_hooks_of_all_modules() -> None:
     net, x, seen = sf.fuse(network()), torch.randn(4, 3, 6), []
     net(x)

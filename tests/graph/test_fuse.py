@@ -348,3 +348,12 @@ def test_converted_models() -> None:
     fused = sf.fuse(net)
     torch.testing.assert_close(fused(x), net(x))
     assert Place("net.bn", "net.relu") in fused.fusion.fused
+
+
+def test_norms_outside_of_a_temporal() -> None:
+    inside = sf.Temporal(nn.Sequential(nn.BatchNorm1d(3), sf.LIF()))
+    outside = nn.Flatten(0, 1), nn.BatchNorm1d(3), nn.Unflatten(0, (4, 2)), sf.LIF()
+    net = sf.fuse(nn.Sequential(inside, *outside))
+    net(torch.rand(4, 2, 3))
+    assert [place.norm for place in net.fusion.places] == ["0.net.0", "2"]
+    assert net.fusion.left[-1].reason == "it is called outside Temporal"

@@ -139,6 +139,22 @@ def written_after(n: Net, x: Tensor) -> Tensor:
     return n.lif(z) + y
 
 
+def written_by_a_method(n: Net, x: Tensor) -> Tensor:
+    y = x.detach().clone()
+    z = n.bn(x) + y
+    y.__imul__(2)
+    return n.lif(z) + y
+
+
+def in_both_modes(n: Net, x: Tensor) -> Tensor:
+    """The second call changes the statistics that the first one has read."""
+    training = n.training
+    y = n.bn.eval()(x)
+    z = n.bn.train()(n.first(x))
+    n.bn.train(training)
+    return n.lif(y) + n.lif2(z)
+
+
 def returned(n: Net, x: Tensor) -> Tensor:
     n.last = n.bn(n.first(x)) + x
     spikes = n.lif(n.last)
@@ -214,6 +230,8 @@ LEFT = {
     "sums": lambda n, x: n.lif(n.bn(x) + x + x),
     "into another": lambda n, x: n.lif((y := n.first(x)).add_(n.bn(x))) + y,
     "written after": written_after,
+    "written by a method": written_by_a_method,
+    "in both modes": in_both_modes,
     "the end": lambda n, x: n.bn(n.lif(x)),
     "twice": lambda n, x: n.lif(n.bn(n.bn(x))),
     "two calls": lambda n, x: n.lif((y := n.bn(x), n.bn(n.first(x)))[1]) + n.lif2(y),

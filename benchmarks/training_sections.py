@@ -1,0 +1,196 @@
+"""The tables of benchmarks of several processes, of events, and of training runs."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from pathlib import Path
+
+from benchmarks.events import DENSE, EVENTS, LISTS, PRODUCTS, REPLAY
+from benchmarks.layers import OURS
+from benchmarks.reproduce import PAPERS
+from benchmarks.sections import (
+    BY_SEED,
+    Columns,
+    Parts,
+    Result,
+    Results,
+    by_seed,
+    grouped,
+    keys,
+    mebibytes,
+    number,
+    origin,
+    picture,
+    table,
+    times,
+)
+
+# Several processes
+
+
+def ddp(result: Result) -> Parts:
+    def memory(row: Result) -> str:
+        return " / ".join(mebibytes(row.get(f"{name}_bytes")) for name in ("alone", "together"))
+
+    yield f"{result['settings']['workload']}, {result['settings']['dtype']}:"
+    yield table(result["rows"], {
+        "step": lambda row: f"{row.get('network', OURS)}, {row['way']}", "GPUs": "processes",
+        "one alone, ms": "alone_ms", "all, ms": "together_ms",
+        "images a second": "images_per_second", "throughput of one": "throughput",
+        "MiB, alone / each": memory,
+    })  # fmt: skip
+
+
+def time_sharding(result: Result) -> Parts:
+    """Yield a line for each layer, network and layout, and the longest sequence."""
+    parts, lines = grouped(result["rows"], "what"), []
+    for row in result["rows"]:
+        if row["what"] == "long":
+            continue
+        net = f"{row['N']:,} neurons" if row["what"] == "layer" else "Spiking-ResNet18"
+        waiting = "" if row.get("speculate", True) else ", waiting"
+        kind = row.get("statistics")
+        statistics = f", {kind} statistics" if kind and row["time"] > 1 else ""
+        planned = [times(row.get(k)) for k in ("predicted", "by_paper")]
+        is_planned = row["way"] == "CUDA graph" and set(planned) != {times(None)}
+        lines.append({"ms": row["status"]} | row | {
+            "what": f"{net}, T = {row['T']}, {row['way']}{statistics}",
+            "mesh": f"{row['data']} × {row['time']}",
+            "planned": " / ".join(planned) if is_planned else "–",
+            "chunks": f"{row.get('chunks', '–')}{waiting}",
+        })  # fmt: skip
+    yield table(lines, {
+        "": "what", "data × time": "mesh", "ms": "ms", "speed-up": "speedup",
+        "by the plan / by Eq. 5": "planned", "microbatches": "chunks",
+        "memory of one's": "memory_of_one",
+    })  # fmt: skip
+    for row in parts.get("long", []):
+        alone, several = ("fits" if row[k] else "does not fit" for k in ("fits_one", "fits"))
+        yield f"T = {row['T']:,} {alone} on one GPU, and {several} on {row['time']}."
+
+
+def event_scaling(result: Result) -> Parts:
+    settings = result["settings"]
+    yield (
+        f"Layers of {settings['width']:,} neurons of which {100 * settings['rate']:g}% fire, "
+        f"T = {settings['T']}, batch {settings['batch']}:"
+    )
+    rows = sorted(result["rows"], key=lambda row: (row["what"] != "weak scaling", row["ranks"]))
+    yield table([row | row.get("contenders", [row])[0] for row in rows], {
+        "": "what", **keys("ranks", "neurons", "parameters"), "step, ms": "wall_ms",
+        "samples/s": "samples_per_s", "efficiency": "efficiency",
+    })  # fmt: skip
+
+
+# Events
+
+
+def events(result: Result) -> Parts:
+    """Yield samples a second by network and case."""
+    rows, shown = result["rows"], (DENSE, DENSE + REPLAY, EVENTS, LISTS, PRODUCTS)
+    names = [n for n in shown if any(n in row["samples_per_s"] for row in rows)]
+    lines = [
+        row | row["samples_per_s"]
+        | {"case": f"{row['case']}, {row['neurons']:,} neurons, {100 * row['rate']:g}%"}
+        | {"gain": times(row["times_dense"].get(EVENTS), 1)}
+        for row in rows
+    ]  # fmt: skip
+    yield "Samples a second, whole training steps:"
+    columns = {"case, size and activity": "case"} | keys(*names)
+    yield table(lines, columns | {"events over dense": "gain"})
+
+
+# Training
+
+
+def _last(rows: list[Result], epochs: int) -> str:
+    """Return the accuracy of each seed after all epochs, without runs that were stopped before."""
+    return by_seed([row["accuracy"] for row in rows if row["epoch"] == epochs])
+
+
+def _command(script: str, result: Result, *options: str) -> str:
+    """Return the command that repeats a training."""
+    given = {name: [result["settings"][name]] for name in ("epochs", *options)}
+    for option, key in (("names", "name"), ("seeds", "seed")):
+        given[option] = list(grouped(result["rows"], key))
+    words = [f"--{name} {shlex.join(map(str, values))}" for name, values in given.items()]
+    return f"Command: `python -m benchmarks.{script} {' '.join(words)}`."
+
+
+def spoken_digits(result: Result) -> Parts:
+    """Yield a line for each network: the last accuracy of every seed, and its speed."""
+    settings, lines = result["settings"], []
+    for name, rows in grouped(result["rows"], "name").items():
+        later = [row for row in rows if row["epoch"] > 1] or rows  # the first one compiles
+        speed, seconds = (
+            statistics.median(row[key] for row in later) for key in ("examples_per_s", "seconds")
+        )
+        lines.append({"name": name, "accuracy": _last(rows, settings["epochs"]), "seconds": seconds,
+                      "examples/s": f"{speed:,.0f}"})  # fmt: skip
+    yield (
+        f"{settings['data']}, a random fifth held out; hidden layers of "
+        f"{' and '.join(map(str, settings['hidden']))}, "
+        f"{settings['epochs']} epochs, batches of {settings['batch']}, {settings['dtype']}:"
+    )
+    yield table(lines, {"": "name", f"accuracy after the last epoch, {BY_SEED}": "accuracy",
+                        "seconds an epoch": "seconds", "examples/s": "examples/s"})  # fmt: skip
+    yield _command("spoken_digits", result)
+
+
+def accuracy(result: Result) -> Parts:
+    """Yield a line for each network: its last accuracies and speeds, and the times of a step."""
+    settings, lines, steps = result["settings"], [], grouped(result["rows"], "T")
+    profiled: list[Result] = []
+    profiles = settings["profile"]
+    parts = next(iter(profiles.values()), {"ms": ()})["ms"]
+    for name, rows in grouped(result["rows"], "name").items():
+        seeds = grouped(rows, "seed")
+        profile = profiles.get(f"{name}, seed {next(iter(seeds))}", {"ms": {}})
+        by_steps = {T: [r["images_per_s"] for r in rows if r["T"] == T] for T in steps}
+        lines.append({
+            "": name, f"test accuracy, {BY_SEED}": _last(rows, settings["epochs"]),
+            "seconds": statistics.median(sum(r["seconds"] for r in one) for one in seeds.values()),
+            # The first epoch of each number of steps compiles and records.
+            **{f"images/s, T = {T}": round(statistics.median(found[1:] or found))
+               for T, found in by_steps.items()},
+        })  # fmt: skip
+        alone = {"data pipeline alone, images/s": profile.get("augmented_images_per_s")}
+        profiled.append({"": name} | alone | {part: profile["ms"].get(part) for part in parts})
+    early = f", {settings['early']} of them with one step" if settings["early"] else ""
+    yield (
+        f"{settings['data']}, {settings['model']}, T = {settings['T']}, {settings['epochs']} "
+        f"epochs{early}, batches of {settings['batch']}:"
+    )
+    yield table(lines, keys(*lines[0]))
+    if parts:
+        yield (
+            "The data pipeline alone reads and augments images. The parts of a step, and "
+            "evaluation, are in ms per batch:"
+        )
+        yield table(profiled, keys(*profiled[0]))
+    yield _command("accuracy", result, "early", "batch", "lr")
+
+
+def papers(results: Results, root: Path) -> str:
+    """A row per recipe, the paper's figures beside ours, and where ours were measured."""
+    rows = {result["settings"]["recipe"]: result["rows"] for _, result in results}
+    lines, origins = [], []
+    for recipe, (printed, paper_seconds) in PAPERS.items():
+        found = rows.get(recipe, ())
+        lines.append({
+            "recipe": f"`{recipe}`", "theirs": None if printed is None else f"{printed:.2f}%",
+            "accuracy": by_seed([row["test_accuracy"] for row in found]) or None,
+            "paper": paper_seconds,
+            "seconds": ", ".join(number(row["training_seconds"]) for row in found) or None,
+        })  # fmt: skip
+    for path, result in results:
+        links = [link.removeprefix("!") for link in picture(path, root, "Curve")]
+        seeds = ", ".join(str(row["seed"]) for row in result["rows"])
+        plural = "s" if len(result["rows"]) > 1 else ""
+        text = ". ".join([f"{origin(result)}, seed{plural} {seeds}", *links])
+        origins.append(f"- `{result['settings']['recipe']}`: {text}.")
+    columns: Columns = {"recipe": "recipe", "paper's accuracy": "theirs",
+                        f"ours, {BY_SEED}": "accuracy",
+                        "paper's training seconds": "paper", "ours": "seconds"}  # fmt: skip
+    return "\n\n".join([table(lines, columns), "\n".join(origins)]).rstrip()
