@@ -107,6 +107,7 @@ ORDER = {
         "numba_cache",
         "numba_runtime",
         "vectors_numba",
+        "busy",
         "numba_host",
         "triton_runtime",
         "triton_math",
