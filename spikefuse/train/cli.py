@@ -20,6 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import torch
+
 import spikefuse
 from spikefuse.data import DataError
 from spikefuse.data.files import ENVIRONMENT
@@ -287,6 +289,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
         given = {**recipe.read(arguments.config), **given}
     config = TrainConfig(**given)  # reports errors before the slow imports
+    if _main_process():
+        output.show(f"spikefuse {spikefuse.__version__}, PyTorch {torch.__version__}: starting")
     from spikefuse.train import checkpoint, run
     from spikefuse.train.processes import PeerLost
     from spikefuse.train.signals import RunInterrupted
