@@ -19,6 +19,7 @@ from spikefuse.train.classifier import LOG_EVERY_STEPS, best_epoch
 from spikefuse.train.output import show
 from spikefuse.train.signals import SignalHandler
 
+LONG_WAIT = 0.2  # share of an epoch that a user should hear of
 REFRESH_SECONDS = 0.25
 # Time between checkpoints within a long epoch.
 SAVE_SECONDS = 600.0
@@ -61,15 +62,16 @@ class ProgressReporter(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         row, width = module.history[-1], len(str(trainer.max_epochs))
-        dropped = f"dropped {100 * row['dropped']:.2g} %  " if row.get("dropped") else ""
         show(
             f"epoch {row['epoch']:{width}.0f}/{trainer.max_epochs}  "
-            f"loss {row['train_loss']:.4f}  accuracy {100 * row['train_accuracy']:6.2f} %  "
-            f"validation: loss {row['val_loss']:.4f}  "
-            f"accuracy {100 * row['val_accuracy']:6.2f} %  "
-            f"{dropped}waiting for data {100 * row['data_wait']:.1f} %  "
-            f"{row['images_per_second']:,.0f} images/s"
+            f"loss {row['train_loss']:.4f} acc {100 * row['train_accuracy']:5.2f} %  "
+            f"val loss {row['val_loss']:.4f} acc {100 * row['val_accuracy']:5.2f} %  "
+            f"{row['images_per_second']:,.0f} img/s"
         )
+        if row.get("dropped"):
+            show(f"  dropped {100 * row['dropped']:.2g} % of the gradients")
+        if row["data_wait"] > LONG_WAIT:
+            show(f"  {100 * row['data_wait']:.0f} % of the time went into waiting for data")
 
     def on_train_end(self, *_: Any) -> None:
         if hasattr(self, "bar"):
