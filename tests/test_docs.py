@@ -63,6 +63,7 @@ def test_examples_run(
     # TorchDynamo imports the module whose code it captures.
     module = ModuleType("example")
     monkeypatch.setitem(sys.modules, "example", module)
+    monkeypatch.chdir(tmp_path)
     if runs:
         exec(code, vars(module))
 
