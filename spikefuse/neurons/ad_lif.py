@@ -30,6 +30,11 @@ class AdLIF(Firing):
     value each per neuron, learned between exp(-1/5) and exp(-1/25), exp(-1/30) and exp(-1/120), -1
     and 1, 0 and 2. sparch starts from random states.
 
+    Example::
+
+        neuron = sf.AdLIF(adaptation_decay=0.98, jump=1.0)
+        spikes, w = neuron(torch.rand(100, 32, 128), outputs=("spikes", "w"))  # w rises at spikes
+
     Args:
         decay: factor of the previous potential, in [0, 1].
         threshold: firing threshold.

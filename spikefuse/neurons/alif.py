@@ -28,6 +28,11 @@ class ALIF(LIF):
     Source: Bellec et al., "Long short-term memory and learning-to-learn in networks of spiking
     neurons", NeurIPS 2018 (its rho is `adaptation_decay`).
 
+    Example::
+
+        neuron = sf.ALIF(adaptation_decay=0.97, beta=0.18)
+        spikes, a = neuron(torch.rand(100, 32, 128), outputs=("spikes", "a"))  # a rises at spikes
+
     Args:
         decay: factor of the previous potential, in [0, 1].
         threshold: firing threshold at rest.

@@ -34,6 +34,11 @@ class AlphaLIF(Firing):
     and section 6.4 (spike response model); in discrete time, Eshraghian et al., "Training
     Spiking Neural Networks Using Lessons From Deep Learning", Proceedings of the IEEE 111, 2023.
 
+    Example::
+
+        neuron = sf.AlphaLIF(excitatory_decay=0.9, inhibitory_decay=0.8)
+        spikes, h = neuron(torch.rand(100, 32, 128), outputs=("spikes", "h"))  # h[0] is 0
+
     Args:
         excitatory_decay: factor of the previous `e`, in [0, 1], larger than `inhibitory_decay`.
         inhibitory_decay: factor of the previous `i`, in [0, 1].

@@ -31,6 +31,11 @@ class CLIF(LIF):
     Source: Huang et al., "CLIF: Complementary Leaky Integrate-and-Fire Neuron for Spiking Neural
     Networks", ICML 2024 (decay = 1 - 1/tau).
 
+    Example::
+
+        neuron = sf.CLIF(decay=0.5)
+        spikes, m = neuron(torch.rand(8, 32, 128), outputs=("spikes", "m"))  # m rises at spikes
+
     Args:
         decay: factor of the previous potential, in [0, 1].
         threshold, detach_reset, surrogate: see `Firing`.

@@ -29,6 +29,11 @@ class CubaLIF(LIF):
     in discrete time, Neftci et al., "Surrogate Gradient Learning in Spiking Neural Networks",
     IEEE Signal Processing Magazine 36, 2019 (its alpha is `current_decay`, its beta `decay`).
 
+    Example::
+
+        neuron = sf.CubaLIF(current_decay=0.8, decay=0.9)
+        spikes, current = neuron(torch.rand(100, 32, 128), outputs=("spikes", "current"))
+
     Args:
         current_decay: factor of the previous current, in [0, 1].
         decay: factor of the previous potential, in [0, 1].

@@ -28,6 +28,16 @@ class State:
     Declare states on the class (`v = State()`). `step` receives them after its inputs, in the
     order of declaration.
 
+    Example::
+
+        class Integrator(sf.Neuron):
+            v = sf.State()
+
+            def step(self, x, v):
+                return v + x, (v + x,)
+
+        y = Integrator()(torch.rand(8, 32, 128))  # the sums of x over time
+
     Args:
         initial: value at rest, from which a sequence starts unless a state is passed in; or the
             name of an attribute of the neuron that holds it, which may be learned::
@@ -71,6 +81,22 @@ class Neuron(Holder):
       kernel.
 
     Attributes of other types are allowed where `step` does not read them.
+
+    Example::
+
+        class MyLIF(sf.Neuron):
+            v = sf.State()
+
+            def __init__(self, decay=0.9):
+                super().__init__()
+                self.decay, self.surrogate = decay, sf.surrogate.Arctan()
+
+            def step(self, x, v):
+                h = self.decay * v + x
+                s = self.surrogate(h - 1.0)
+                return s, (h * (1 - s),)
+
+        spikes = MyLIF()(torch.rand(8, 32, 128))
 
     Call: `neuron(x, ..., state=None, return_state=False, impl="auto", outputs=None)`
 

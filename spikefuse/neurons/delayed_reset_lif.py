@@ -31,6 +31,11 @@ class DelayedResetLIF(LIF):
     Proceedings of the IEEE 111, 2023: snnTorch's `Leaky` with `reset_delay=True`, its default;
     `reset_mechanism="subtract"` is the soft reset and `"zero"` the hard one.
 
+    Example::
+
+        neuron = sf.DelayedResetLIF(decay=0.9)  # snn.Leaky(beta=0.9) of snnTorch
+        spikes, v = neuron(torch.rand(25, 32, 128), outputs=("spikes", "v"))
+
     Args:
         decay: factor of the previous potential, in [0, 1].
         threshold, decay_input, v_reset, surrogate: see `LIF`.

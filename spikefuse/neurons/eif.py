@@ -28,6 +28,11 @@ class EIF(Firing):
     Response to Fluctuating Inputs", Journal of Neuroscience 23, 2003 (its Delta_T is
     `sharpness`, its V_T `v_rheobase`).
 
+    Example::
+
+        neuron = sf.EIF(tau=10.0, v_rheobase=0.8, sharpness=0.2)
+        spikes = neuron(torch.rand(100, 32, 128))
+
     Args:
         tau: membrane time constant in time steps, positive.
         v_rest: resting potential.

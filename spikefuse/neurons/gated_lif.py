@@ -32,6 +32,11 @@ class GatedLIF(Firing):
     Source: Yao et al., "GLIF: A Unified Gated Leaky Integrate-and-Fire Neuron for Spiking Neural
     Networks", NeurIPS 2022.
 
+    Example::
+
+        neuron = sf.GatedLIF(channels=128)  # eight learned values per channel
+        spikes = neuron(torch.rand(8, 32, 128))
+
     Args:
         decay, threshold, leak, drop, conductance: values before training, strictly between 0
             and 1; or tensors or `Learnable`, which are used unchanged.

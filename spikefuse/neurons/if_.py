@@ -21,6 +21,11 @@ class IF(Firing):
     Source: Lapicque, Journal de Physiologie et de Pathologie Generale 9, 1907; Gerstner et al.,
     "Neuronal Dynamics", Cambridge University Press, 2014, chapter 1.
 
+    Example::
+
+        neuron = sf.IF(reset="soft")
+        rates = neuron(torch.rand(100, 32, 128)).mean(0)  # close to the mean of the input
+
     Args:
         threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
 

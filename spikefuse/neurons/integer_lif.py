@@ -28,6 +28,11 @@ class IntegerLIF(Neuron):
     Source: Luo et al., "Integer-Valued Training and Spike-Driven Inference Spiking Neural
     Network for High-performance and Energy-efficient Object Detection", ECCV 2024.
 
+    Example::
+
+        neuron = sf.IntegerLIF(levels=4)
+        y = neuron(4 * torch.rand(8, 32, 128))  # 0, 1, 2, 3 or 4
+
     Args:
         decay: factor of the previous potential, in [0, 1].
         threshold: potential per level, positive.

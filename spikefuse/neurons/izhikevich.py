@@ -31,6 +31,11 @@ class Izhikevich(QIF):
     Source: Izhikevich, "Simple Model of Spiking Neurons", IEEE Transactions on Neural Networks
     14, 2003.
 
+    Example::
+
+        neuron = sf.Izhikevich(tau_recovery=20.0, jump=0.2)
+        spikes, w = neuron(torch.rand(100, 32, 128), outputs=("spikes", "w"))  # w rises at spikes
+
     Args:
         tau, v_rest, v_critical, a0: see `QIF`.
         tau_recovery: time constant of the recovery in time steps, positive.

@@ -30,6 +30,11 @@ class KLIF(LIF):
     Source: Jiang and Zhang, "KLIF: An Optimized Spiking Neuron Unit for Tuning Surrogate
     Gradient Slope and Membrane Potential", arXiv:2302.09238, 2023.
 
+    Example::
+
+        neuron = sf.KLIF(channels=128)  # a learned k per channel
+        spikes = neuron(torch.rand(8, 32, 128))
+
     Args:
         decay: factor of the previous potential, in [0, 1].
         threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.

@@ -18,6 +18,18 @@ class Learnable(nn.Module):
     Assign it where a float is expected: `LIF(decay=LearnableFraction(0.9))`. The kernel receives
     the value and returns its gradient; autograd does the rest. `forward()` returns a 0-d tensor,
     or a 1-d tensor with one value per channel.
+
+    Example::
+
+        class Clamped(sf.Learnable):
+            def __init__(self):
+                super().__init__()
+                self.value = nn.Parameter(torch.tensor(0.9))
+
+            def forward(self):
+                return self.value.clamp(0, 1)
+
+        spikes = sf.LIF(decay=Clamped())(torch.rand(8, 32, 128))
     """
 
     def forward(self) -> Tensor:
@@ -31,6 +43,11 @@ class Learnable(nn.Module):
 
 class LearnableFraction(Learnable):
     """A learnable value in (0, 1): `sigmoid(logit)`. Suits decays.
+
+    Example::
+
+        neuron = sf.LIF(decay=sf.LearnableFraction(0.9, channels=128))
+        spikes = neuron(torch.rand(8, 32, 128))
 
     Args:
         initial: value before training, strictly between 0 and 1, or several, one per channel.
@@ -51,6 +68,11 @@ class LearnableFraction(Learnable):
 
 class LearnablePositive(Learnable):
     """A learnable value greater than 0: `exp(log_value)`. Suits thresholds and surrogate widths.
+
+    Example::
+
+        neuron = sf.LIF(threshold=sf.LearnablePositive(1.0))
+        spikes = neuron(torch.rand(8, 32, 128))
 
     Args:
         initial: value before training, positive, or several, one per channel.
@@ -74,6 +96,11 @@ class LearnableTimeConstant(Learnable):
 
     This decay solves `tau dv/dt = -v` exactly over one time step, as
     `decay_from_tau(tau, exact=True)` does.
+
+    Example::
+
+        neuron = sf.LIF(decay=sf.LearnableTimeConstant(20.0, channels=128))  # 20 time steps
+        spikes = neuron(torch.rand(100, 32, 128))
 
     Args:
         tau: time constant before training, in time steps, positive, or several, one per channel.

@@ -22,6 +22,11 @@ class LI(Neuron):
     as a readout, Bellec et al., "Long short-term memory and learning-to-learn in networks of
     spiking neurons", NeurIPS 2018.
 
+    Example::
+
+        readout = sf.LI(decay=0.9)
+        logits = readout(torch.randn(8, 32, 10))[-1]  # the potential after the last step, [32, 10]
+
     Args:
         decay: factor of the previous potential, in [0, 1].
         decay_input: scale the input by `1 - decay`.

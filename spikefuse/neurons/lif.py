@@ -15,6 +15,11 @@ from spikefuse.neurons.surrogate import Surrogate
 def decay_from_tau(tau: float, dt: float = 1.0, exact: bool = False) -> float:
     """Return the decay that corresponds to a membrane time constant.
 
+    Example::
+
+        neuron = sf.LIF(decay=sf.decay_from_tau(20.0, dt=1.0))  # 20 ms in steps of 1 ms: 0.95
+        spikes = neuron(torch.rand(100, 32, 128))
+
     Args:
         tau: time constant, in the unit of `dt`.
         dt: duration of a time step.
@@ -56,6 +61,11 @@ class LIF(Firing):
 
     Source: Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion",
     Eqs. 1 to 3 (`decay` is its k_tau, `threshold` its V_th; v_reset = 0).
+
+    Example::
+
+        neuron = sf.LIF(decay=0.9, reset="soft")
+        spikes = neuron(torch.rand(8, 32, 128))  # 0 or 1, [T, B, C]
 
     Args:
         decay: factor of the previous potential per time step, in [0, 1].

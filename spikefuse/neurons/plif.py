@@ -20,6 +20,11 @@ class PLIF(LIF):
     Spiking Neural Networks", ICCV 2021 (decay = 1 - 1/tau; the paper scales the input:
     `decay_input=True`).
 
+    Example::
+
+        neuron = sf.PLIF(decay=0.9, channels=128)  # a learned decay per channel
+        spikes = neuron(torch.rand(8, 32, 128))
+
     Args:
         decay: value before training, strictly between 0 and 1.
         channels: number of channels (dim 2 of `[T, B, C, ...]`), each with its own decay; None for

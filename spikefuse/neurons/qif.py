@@ -25,6 +25,11 @@ class QIF(Firing):
     Source: Latham et al., "Intrinsic Dynamics in Neuronal Networks", Journal of Neurophysiology
     83, 2000; Gerstner et al., "Neuronal Dynamics", Cambridge University Press, 2014, section 5.3.
 
+    Example::
+
+        neuron = sf.QIF(tau=10.0, v_critical=0.8)
+        spikes = neuron(torch.rand(100, 32, 128))
+
     Args:
         tau: membrane time constant in time steps, positive.
         v_rest: resting potential, the lower zero of the quadratic.

@@ -28,6 +28,11 @@ class RefractoryLIF(LIF):
 
     Source: Gerstner et al., "Neuronal Dynamics", Cambridge University Press, 2014, section 1.3.
 
+    Example::
+
+        neuron = sf.RefractoryLIF(refractory=3)
+        spikes = neuron(2 * torch.rand(100, 32, 128))  # at most one in four steps
+
     Args:
         decay: factor of the previous potential, in [0, 1].
         refractory: refractory period in time steps, at least 0.

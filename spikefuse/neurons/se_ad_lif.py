@@ -31,6 +31,11 @@ class SEAdLIF(AdLIF):
     are its a and b times its factor q, one value each per neuron; the authors' code detaches the
     reset, learns the time constants of both decays, and keeps a in [0, 1] and b in [0, 2].
 
+    Example::
+
+        neuron = sf.SEAdLIF(adaptation_decay=0.99, coupling=30.0, jump=60.0)
+        spikes, w = neuron(torch.rand(100, 32, 128), outputs=("spikes", "w"))
+
     Args:
         decay: factor of the previous potential, in [0, 1].
         threshold: firing threshold.

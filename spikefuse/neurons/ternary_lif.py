@@ -27,6 +27,11 @@ class TernaryLIF(LIF):
     Source: Guo et al., "Ternary Spike: Learning Ternary Spikes for Spiking Neural Networks",
     AAAI 2024.
 
+    Example::
+
+        neuron = sf.TernaryLIF(threshold=1.0)
+        spikes = neuron(torch.randn(8, 32, 128))  # -1, 0 or 1
+
     Args:
         decay: factor of the previous potential, in [0, 1].
         threshold: absolute value of both thresholds, positive.

@@ -33,6 +33,11 @@ class TwoCompartmentLIF(Firing):
     Source: Zhang et al., "TC-LIF: A Two-Compartment Spiking Neuron Model for Long-Term
     Sequential Modelling", AAAI 2024 (its beta_1 is `-feedback`, its beta_2 `drive`).
 
+    Example::
+
+        neuron = sf.TwoCompartmentLIF(channels=128)
+        spikes, dendrite = neuron(torch.rand(100, 32, 128), outputs=("spikes", "dendrite"))
+
     Args:
         feedback: effect of the soma on the dendrite before training, strictly between 0 and 1.
         drive: effect of the dendrite on the soma before training, strictly between 0 and 1.
