@@ -17,7 +17,19 @@ Operand = str | float | bool
 
 
 class UnsupportedOperation(NotImplementedError):
-    """A neuron's step uses an operation that kernels do not support."""
+    """A neuron's step uses an operation that kernels do not support.
+
+    Example::
+
+        class Sorted(sf.Neuron):
+            def step(self, x):
+                return x.sort().values, ()
+
+        try:
+            y = Sorted()(torch.rand(8, 32, 128))
+        except sf.UnsupportedOperation:
+            y = Sorted()(torch.rand(8, 32, 128), impl="reference")
+    """
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,11 @@ def split(images: Examples, fraction: float, seed: int) -> tuple[Examples, Examp
     The result depends only on the labels and `seed`. Datasets other than `Images` are not read, but
     split into `Subset`s.
 
+    Example::
+
+        train, test = sf.data.load("digits")
+        train, valid = sf.data.split(train, fraction=0.1, seed=0)
+
     Args:
         images: the dataset.
         fraction: fraction of every class in `part`, rounded, in [0, 1].

@@ -159,6 +159,12 @@ def load(
 ) -> tuple[Examples, ...]:
     """Load the training and test examples of a dataset, and those for validation if it has any.
 
+    Example::
+
+        train, test = sf.data.load("digits")
+        batch = train[:32]
+        x, labels = sf.data.expand(batch), batch.labels  # [32, 1, 8, 8], from 0 to 1
+
     Args:
         name: one of `DATASETS`.
         directory: folder of the files and of downloads; by default `$SPIKEFUSE_DATA`, else `data/`

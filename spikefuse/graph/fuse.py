@@ -42,6 +42,13 @@ def fuse(model: M, mode: str = "auto") -> M:
     `Temporal` runs is captured; any other module is captured whole, such as a network that handles
     `[T, B, ...]` itself.
 
+    Example::
+
+        layers = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), sf.LIF())
+        net = sf.fuse(sf.Temporal(layers))
+        y = net(torch.rand(4, 8, 3, 32, 32))
+        print(net.fusion)
+
     Args:
         model: a network with neurons.
         mode: how graphs run: "eager" (no compiler is needed), "inductor", "recorded" (replays of

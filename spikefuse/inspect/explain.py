@@ -44,6 +44,11 @@ def explain(
     them, what is saved, and why other norms were not fused. What the segments of `Checkpoint` save
     counts for the network. Inside `spikefuse.record` there is no second call.
 
+    Example::
+
+        net = sf.Temporal(nn.Sequential(nn.Linear(784, 128), sf.LIF(), nn.Linear(128, 10)))
+        print(sf.explain(net, torch.rand(8, 32, 784)))
+
     Args:
         model: a network.
         inputs, keywords: arguments of the call. Backward is included if the call would prepare for

@@ -26,6 +26,12 @@ def raster(
 ) -> Axes:
     """Plot the spikes `[T, ...]` of one sample: time from left to right, one row per neuron.
 
+    Example::
+
+        spikes = sf.LIF()(torch.rand(100, 32, 64))
+        axes = sf.plots.raster(spikes[:, 0], title="LIF")
+        axes.figure.savefig("raster.png")
+
     Args:
         spikes: such as `record["net.2"]["spikes"][:, 0]`; other values are drawn from white, the
             lowest, to blue.
@@ -55,6 +61,11 @@ def traces(
     threshold: float | None = None,
 ) -> Axes:
     """Plot a state `[T, ...]` of one sample over time, a line per neuron.
+
+    Example::
+
+        spikes, v = sf.LIF(0.9)(torch.rand(100, 32, 64) / 4, outputs=("spikes", "v"))
+        axes = sf.plots.traces(v[:, 0], neurons=[0, 1, 2], threshold=1.0)
 
     Args:
         values: such as `record["net.2"]["v"][:, 0]`.
@@ -90,6 +101,13 @@ class HasRates(Protocol):
 def rates(rates: Mapping[str, float] | HasRates, axes: Axes | None = None) -> Axes:
     """Plot a bar per layer: the share of its neurons that fire in a step.
 
+    Example::
+
+        net = sf.Temporal(nn.Sequential(nn.Linear(784, 128), sf.LIF(), nn.Linear(128, 10)))
+        with sf.record(net) as record:
+            net(torch.rand(8, 32, 784))
+        axes = sf.plots.rates(record)
+
     Args:
         rates: a `Record` or a `Report`, or its `rates`: a share by layer.
         axes: as in `raster`.
@@ -115,6 +133,11 @@ def rates(rates: Mapping[str, float] | HasRates, axes: Axes | None = None) -> Ax
 
 def animate(frames: Tensor, axes: Axes | None = None, interval: float = 100.0) -> FuncAnimation:
     """Animate event frames `[T, C, H, W]` of one sample; two channels are shown in red and blue.
+
+    Example::
+
+        frames = torch.rand(8, 32, 2, 34, 34)  # [T, B, C, H, W]
+        sf.plots.animate(frames[:, 0]).save("events.gif")
 
     Args:
         frames: such as the input `x[:, 0]` of a network. Other numbers of channels are averaged.
@@ -153,6 +176,12 @@ def animate(frames: Tensor, axes: Axes | None = None, interval: float = 100.0) -
 
 def new_figure(size: tuple[float, float]) -> Figure:
     """Return a figure that pyplot does not hold.
+
+    Example::
+
+        figure = sf.plots.new_figure((6, 3))
+        sf.plots.raster(sf.LIF()(torch.rand(100, 64)), figure.subplots())
+        figure.savefig("raster.png")
 
     Args:
         size: width and height in inches.

@@ -110,12 +110,13 @@ def record(
 ) -> Iterator[Record]:
     """Record the calls of `net` inside the `with` block.
 
-    For example, the spikes and potentials of the neurons and the output of a convolution::
+    Example::
 
+        net = sf.Temporal(nn.Sequential(nn.Linear(784, 128), sf.LIF(), nn.Linear(128, 10)))
         with sf.record(net, states=("spikes", "v"), layers="net.0") as record:
-            y = net(x)
-        record["net.2"]["v"]            # [T, B, ...]
-        record["net.0"]["output"]
+            logits = net(torch.rand(8, 32, 784))
+        v = record["net.1"]["v"]  # potentials of the LIF neurons, [T, B, 128]
+        current = record["net.0"]["output"]  # output of the linear layer, [T, B, 128]
 
     The results of the network do not change: kernels return potentials as additional outputs. The
     values are bit for bit those of the calls, and the states are those after each step, for `LIF`

@@ -239,9 +239,10 @@ class Report:
 def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Report:
     """Run `net` on batches and report firing rates, operations, memory and estimated energy.
 
-    For example::
+    Example::
 
-        report = sf.report(net.eval(), (x for x, label in loader))
+        net = sf.Temporal(nn.Sequential(nn.Linear(784, 128), sf.LIF(), nn.Linear(128, 10)))
+        report = sf.report(net.eval(), [torch.rand(8, 32, 784)])
         print(report)
         report.save("report.html")
 

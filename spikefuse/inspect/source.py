@@ -18,6 +18,11 @@ def source(neuron: Neuron, backend: str = "numba") -> str:
     that its `backward` leaves out gradients that nobody asks for; on a CPU, each has a module of
     its own. Nothing is compiled here, and neither a GPU nor Triton is needed.
 
+    Example::
+
+        print(sf.source(sf.LIF()))
+        print(sf.source(sf.LIF(), "triton"))
+
     Args:
         neuron: a neuron, such as `sf.LIF()` or one of your own. Kernels take its floats and
             tensors as arguments; anything else is a constant in the source.

@@ -15,6 +15,11 @@ from typing import Any, ClassVar
 class Policy:
     """Base class of memory policies.
 
+    Example::
+
+        policy = sf.memory.POLICIES["bits"]
+        net = sf.Temporal(nn.Sequential(nn.Linear(784, 128), sf.LIF()), memory=policy)
+
     Attributes:
         packs_spikes: layers save spikes as bits.
         saves_states: fused norms and neurons save their states instead of recomputing them.
@@ -33,6 +38,12 @@ class SaveAll(Policy):
 
     Convolutions and linear layers save their input spikes, and neurons save their input and the
     states stored every few steps.
+
+    Example::
+
+        layers = nn.Sequential(nn.Linear(784, 128), sf.LIF())
+        net = sf.Temporal(layers, memory=sf.memory.SaveAll())
+        net(torch.rand(8, 32, 784)).sum().backward()
     """
 
     packs_spikes: ClassVar[bool] = False
@@ -45,12 +56,25 @@ class Recompute(Policy):
 
     Spikes are packed when a layer saves them, once for all layers that read them, and unpacked when
     its backward begins. Fused norms and neurons save no states; backward recomputes them.
+
+    Example::
+
+        layers = nn.Sequential(nn.Linear(784, 128), sf.LIF())
+        net = sf.Temporal(layers, memory=sf.memory.Recompute())
+        net(torch.rand(8, 32, 784)).sum().backward()
     """
 
 
 @dataclass(frozen=True)
 class Bits(Policy):
-    """Save spikes as bits and save states, which is faster than recomputing them."""
+    """Save spikes as bits and save states, which is faster than recomputing them.
+
+    Example::
+
+        layers = nn.Sequential(nn.Linear(784, 128), sf.LIF())
+        net = sf.Temporal(layers, memory=sf.memory.Bits())
+        net(torch.rand(8, 32, 784)).sum().backward()
+    """
 
     saves_states: ClassVar[bool] = True
 
@@ -63,6 +87,12 @@ class Checkpoint(Policy):
     segments where little is alive, such as spikes alone, and backward recomputes each of them. The
     cuts minimize what is saved and the largest segment. Where the network cannot be captured, it is
     a single segment: call `spikefuse.checkpoint` for parts of it instead.
+
+    Example::
+
+        layers = nn.Sequential(nn.Linear(784, 128), sf.LIF())
+        net = sf.Temporal(layers, memory=sf.memory.Checkpoint())
+        net(torch.rand(8, 32, 784)).sum().backward()
 
     Args:
         chunks: how small segments may be: one computes about a `chunks`-th of all bytes. With 1

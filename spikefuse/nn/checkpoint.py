@@ -32,6 +32,18 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     tensors among the arguments are saved, spikes as bits. While `graph_step` records a CUDA graph,
     layers save what they usually do.
 
+    Example::
+
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = nn.Sequential(nn.Linear(128, 128), sf.LIF())
+
+            def forward(self, x):
+                return x + sf.checkpoint(self.layers, x)
+
+        sf.Temporal(Block())(torch.rand(8, 32, 128)).sum().backward()
+
     Args:
         function: a module, or a function of tensors.
         args, kwargs: its arguments, in any nesting of tuples, lists and dicts. The function must

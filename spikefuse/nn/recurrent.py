@@ -54,6 +54,11 @@ class Recurrent(nn.Module):
     or float16; `weight`: `[features, features]` as in nn.Linear, `weight[i, j]` from neuron j to
     neuron i, or with heads `[heads, features / heads, features / heads]`; states: `[B, features]`.
 
+    Example::
+
+        layer = nn.Sequential(nn.Linear(700, 128), sf.Recurrent(sf.LIF(0.9), features=128))
+        spikes = sf.Temporal(layer)(torch.rand(100, 32, 700))  # [100, 32, 128]
+
     Args:
         neuron: an instance of any neuron model.
         features: number of neurons.

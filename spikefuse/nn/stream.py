@@ -25,6 +25,14 @@ class Stream:
     A CUDA graph of a step reads the tensors that `state` held when it was recorded, and leaves the
     states after the step in those that `state` held then: copy them back after each replay.
 
+    Example::
+
+        net = nn.Sequential(nn.Linear(784, 128), sf.LIF(), nn.Linear(128, 10))
+        stream = sf.Stream(net.eval())
+        for x in torch.rand(8, 1, 784):
+            y = stream(x)  # [1, 10]
+        stream.reset()  # before another sequence
+
     Args:
         net: a network for one time step, or the `Temporal` of one; it may be fused. The stream
             calls it as it is: its device, dtype and mode remain the caller's.

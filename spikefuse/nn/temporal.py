@@ -82,6 +82,11 @@ class Temporal(nn.Module):
     first neuron once, as `[B, ...]`. The result is the same up to rounding, running statistics
     included. Forward hooks and the code of the network see tensors `[T*B, ...]`.
 
+    Example::
+
+        net = sf.Temporal(nn.Sequential(nn.Linear(784, 128), sf.LIF(), nn.Linear(128, 10)))
+        logits = net(torch.rand(8, 32, 784)).mean(0)  # [32, 10]
+
     Args:
         net: the network.
         memory: what is saved for backward, a policy of `spikefuse.memory`; None for `Recompute()`.

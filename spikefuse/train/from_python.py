@@ -31,7 +31,9 @@ def fit(
     """Train a network, test it, and write checkpoints, metrics and plots into a folder.
 
     It is the same run as that of `spikefuse train` with the same options. Kernels that one call
-    has compiled serve the next ones in the process. Example::
+    has compiled serve the next ones in the process.
+
+    Example::
 
         result = sf.train.fit(dataset="digits", model="conv", epochs=2, out="runs/digits")
         print(result["test_accuracy"])

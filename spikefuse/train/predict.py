@@ -89,10 +89,10 @@ def load(
 ) -> TrainedNetwork:
     """Load a network that `spikefuse train` has trained, in evaluation mode.
 
-    ```python
-    net = spikefuse.load("runs/digits-conv-1/best.ckpt")
-    logits = net(net.read("three.png"))
-    ```
+    Example::
+
+        net = sf.load("runs/digits-conv-1/best.ckpt")
+        logits = net(net.read("three.png"))
 
     The settings in the checkpoint rebuild the network; no code in the file is executed. If the run
     had your own model or dataset, name it again: a file could name any module, and importing a

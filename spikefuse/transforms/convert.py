@@ -115,6 +115,15 @@ def convert(
     sequences only. If a network has such code, the result is written for sequences, too: call it as
     the original, without `Temporal`. The table names the first such line.
 
+    Example::
+
+        import snntorch as snn
+
+        model = nn.Sequential(nn.Linear(784, 10), snn.Leaky(beta=0.9, init_hidden=True))
+        net = sf.Temporal(sf.convert(model))
+        spikes = net(torch.rand(8, 32, 784))
+        print(net.net.conversion)
+
     Args:
         model: a network of SpikingJelly 2.0.0 or 0.0.0.0.12, snnTorch 1.0.0 or Norse 1.1.0.
         copy: if False, the result shares parameters, buffers and unchanged layers with `model`, so

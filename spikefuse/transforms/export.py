@@ -28,17 +28,17 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
 
     The copy computes what `net` computes in evaluation mode, with neurons as loops over time
     (`impl="reference"`), batch norms and poolings as those of `torch.nn`, and spikes as comparisons
-    without a gradient::
+    without a gradient. `torch.export`, `torch.onnx.export` and `torch.jit.trace` take it.
 
-        x = torch.rand(8, 1, 1, 28, 28)
-        program = torch.export.export(sf.exportable(net), (x,))
-        torch.onnx.export(sf.exportable(net), (x,), "net.onnx", dynamo=True)
-        traced = torch.jit.trace(sf.exportable(net), x)
+    Example::
 
-    T, the number of time steps, is that of the example; the batch size may be dynamic. On a CPU,
-    float32 outputs equal those of `net` bit for bit, except for the rounding of fused batch norms
-    (docs/fusing.md), of layers before the first neuron if their input is constant over time, as
-    from `encode.direct`, and of matrix products, which may depend on the alignment of memory.
+        net = sf.Temporal(nn.Sequential(nn.Linear(784, 128), sf.LIF(), nn.Linear(128, 10)))
+        program = torch.export.export(sf.exportable(net), (torch.rand(8, 1, 784),))
+
+    T, the number of time steps, is that of the example input; the batch size may be dynamic. On a
+    CPU, float32 outputs equal those of `net` bit for bit, except for the rounding of fused batch
+    norms (docs/fusing.md), of layers before the first neuron if their input is constant over time,
+    as from `encode.direct`, and of matrix products, which may depend on the alignment of memory.
 
     Args:
         net: a `Temporal`, or any module that contains `Temporal` containers or neurons.

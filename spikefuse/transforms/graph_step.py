@@ -60,19 +60,22 @@ def graph_step(*parts: Any, warmup: int = 3, max_graphs: int = 8, fallback: bool
     """Record a training or inference step as a CUDA graph, and replay it from then on.
 
     The first `warmup` calls run the step eagerly, and the next call records it. Each further call
-    copies its inputs into the graph, launches it once, and returns copies of the results. Example::
+    copies its inputs into the graph, launches it once, and returns copies of the results.
+
+    Example::
+
+        net = sf.Temporal(nn.Sequential(nn.Linear(784, 128), sf.LIF(), nn.Linear(128, 10)))
+        optimizer = torch.optim.AdamW(net.parameters())
 
         @sf.graph_step(net, optimizer)
         def train_step(x, y):
             optimizer.zero_grad()
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = F.cross_entropy(net(x).mean(0), y)
+            loss = nn.functional.cross_entropy(net(x).mean(0), y)
             loss.backward()
             optimizer.step()
             return loss
 
-        for x, y in loader:
-            loss = train_step(x.cuda(), y.cuda())
+        loss = train_step(torch.rand(8, 32, 784), torch.randint(10, (32,)))
 
     A graph is recorded for each set of input shapes, dtypes and other arguments, and again where
     `train()`, `eval()`, autocast, the mode of gradients, or a setting of an optimizer, a neuron or

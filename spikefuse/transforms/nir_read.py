@@ -55,6 +55,12 @@ def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx
     in a process of its own, with limits of time and of memory.
     Weights are parameters in PyTorch's default dtype.
 
+    Example::
+
+        net = sf.Temporal(nn.Sequential(nn.Linear(784, 10), sf.LIF(decay=0.9)))
+        graph = sf.to_nir(net, torch.rand(8, 1, 784), dt=1e-4)
+        same = sf.Temporal(sf.from_nir(graph, dt=1e-4))  # or sf.from_nir("net.nir", dt=1e-4)
+
     Args:
         graph: a `nir.NIRGraph`, or the path of a file of `nir.write`.
         dt: duration of a time step, in the unit of the graph's time constants. The graph does not

@@ -55,6 +55,11 @@ def to_nir(net: nn.Module, sample: Tensor, *, dt: float) -> Any:
     `Feedback` become cycles. Weights keep their dtype, and neurons have one float64 value each.
     `nir.write(path, graph)` saves the graph.
 
+    Example::
+
+        net = sf.Temporal(nn.Sequential(nn.Linear(784, 10), sf.LIF(decay=0.9)))
+        graph = sf.to_nir(net, torch.rand(8, 1, 784), dt=1e-4)
+
     Args:
         net: a `Temporal`, or the network in one; its mode does not matter.
         sample: an input `[T, B, ...]` of the network (`[B, T, ...]` if that is its order), for the

@@ -34,6 +34,12 @@ def spiking(
     that a state dict of `model` loads, except for the parameters of activations such as nn.PReLU.
     The code of the model runs as it is.
 
+    Example::
+
+        relus = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+        net = sf.Temporal(sf.spiking(relus, lambda: sf.LIF(decay=0.9)))
+        logits = net(torch.rand(8, 32, 784)).mean(0)  # [32, 10]
+
     Args:
         model: a network of one time step, `[B, ...]` to `[B, ...]`.
         neuron: makes one neuron per call, such as `lambda: spikefuse.LIF(decay=0.5)`.
