@@ -10,6 +10,7 @@ import re
 import runpy
 import shlex
 import sys
+import textwrap
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -52,6 +53,11 @@ def test_examples_run(
     source: str, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each block runs on its own, as a reader who copies it would run it on a CPU."""
+    run(source, runs, tmp_path, monkeypatch)
+
+
+def run(source: str, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile an example in `tmp_path`, and run it unless `runs` is False."""
     # Errors quote the source line of a neuron, so the block must be a file.
     script = tmp_path / "example.py"
     script.write_text(source)
@@ -206,6 +212,29 @@ def test_parameters_have_descriptions(name: str) -> None:
     # Options of `Firing` and what a class passes on to its base.
     known |= {"firing", "unknown", "args", "kwargs"}
     assert [p for p in inspect.signature(value).parameters if p not in known] == []
+
+
+# Callables whose docstring has an example.
+DOCUMENTED = [name for name in CALLABLES if re.fullmatch(r"sf\.((memory|plots)\.)?\w+", name)]
+DOCUMENTED += ["sf.data.load", "sf.data.split", "sf.train.fit"]
+# Examples that are only compiled, and why.
+COMPILED = {
+    "sf.convert": "needs snnTorch",
+    "sf.load": "needs the folder of a run",
+    "sf.train.fit": "trains for a minute; docs/training.md runs a shorter one",
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_docstring_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each public callable has an example, which runs after the three usual imports."""
+    text = inspect.cleandoc(CALLABLES[name].__doc__ or "")  # not one that is inherited
+    example = re.search(r"^Example::\n\n((?:(?: {4}.*)?\n)+)", f"{text}\n", re.M)
+    assert example, f"the docstring of {name} has no example"
+    code = textwrap.dedent(example[1])
+    assert max(map(len, code.split("\n"))) <= 92
+    imports = "import torch\nimport torch.nn as nn\nimport spikefuse as sf\n\n"
+    run(imports + code, name not in COMPILED, tmp_path, monkeypatch)
 
 
 @cache
