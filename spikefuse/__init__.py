@@ -45,6 +45,7 @@ from spikefuse.neurons import (
 )
 from spikefuse.nn import (
     PSN,
+    Loop,
     OverTime,
     Recurrent,
     Stream,
@@ -92,6 +93,7 @@ __all__ = [
     "LearnableFraction",
     "LearnablePositive",
     "LearnableTimeConstant",
+    "Loop",
     "Neuron",
     "OverTime",
     "Recurrent",

@@ -9,6 +9,7 @@ from spikefuse.graph.fuse import fuse
 from spikefuse.nn import encode, losses, metrics
 from spikefuse.nn.checkpoint import checkpoint
 from spikefuse.nn.feedback import Feedback
+from spikefuse.nn.loop import Loop
 from spikefuse.nn.over_time import PSN, OverTime
 from spikefuse.nn.parameter_groups import parameter_groups
 from spikefuse.nn.pool import MaxPool2d
@@ -23,6 +24,7 @@ __all__ = [
     "EventStream",
     "Events",
     "Feedback",
+    "Loop",
     "MaxPool2d",
     "OverTime",
     "Recurrent",

@@ -18,11 +18,11 @@ from spikefuse.scan.layout import flatten_steps, unflatten_steps
 class OnSequences(nn.Module):
     """Base of layers that get whole sequences, also inside `Temporal`."""
 
-    def over_time(self, *inputs: Tensor) -> Tensor:
-        """Return the result `[T, B, ...]` for inputs `[T, B, ...]`."""
+    def over_time(self, *inputs: Tensor) -> Any:
+        """Return the result `[T, B, ...]`, or a tuple, for inputs `[T, B, ...]`."""
         raise NotImplementedError
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Any:
         call = active.call
         if call is None:
             return self._checked(self.over_time(*inputs), inputs[0].shape[:2])
@@ -32,10 +32,12 @@ class OnSequences(nn.Module):
                 "return_state=True, outside of Stream, and with time that is not shared"
             )
         sequences = [unflatten_steps(x, call.num_steps) for x in inputs]
-        y = self.over_time(*sequences)
-        return flatten_steps(self._checked(y, sequences[0].shape[:2]))
+        y = self._checked(self.over_time(*sequences), sequences[0].shape[:2])
+        return tuple(map(flatten_steps, y)) if isinstance(y, tuple) else flatten_steps(y)
 
-    def _checked(self, y: Any, steps: torch.Size) -> Tensor:
+    def _checked(self, y: Any, steps: torch.Size) -> Any:
+        if isinstance(y, tuple) and y:
+            return tuple(self._checked(part, steps) for part in y)
         if not isinstance(y, Tensor):
             raise TypeError(
                 f"{type(self).__name__} got a {type(y).__name__} from its body: expected a tensor"
@@ -63,7 +65,7 @@ class OverTime(OnSequences):
 
     Args:
         body: a module or a function from tensors `[T, B, ...]` to a tensor `[T, B, ...]`. It
-            contains no neurons, which belong before or after it.
+            contains no neurons, which belong before or after it. It may return a tuple of tensors.
 
     Call: `y = over_time(*inputs)`
 

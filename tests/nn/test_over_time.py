@@ -94,7 +94,7 @@ def test_wrong_bodies(body, kind, match):
     ("body", "kind", "match"),
     [
         (lambda x: x.mean(0), ValueError, r"got \[3, 8\] from its body: expected T, B = \[6, 3\]"),
-        (lambda x: (x,), TypeError, "got a tuple from its body: expected a tensor"),
+        (lambda x: [x], TypeError, "got a list from its body: expected a tensor"),
     ],
 )
 def test_wrong_results(body, kind, match):
