@@ -9,6 +9,8 @@ from spikefuse.graph.fuse import fuse
 from spikefuse.nn import encode, losses, metrics
 from spikefuse.nn.checkpoint import checkpoint
 from spikefuse.nn.feedback import Feedback
+from spikefuse.nn.loop import Loop
+from spikefuse.nn.over_time import PSN, OverTime
 from spikefuse.nn.parameter_groups import parameter_groups
 from spikefuse.nn.pool import MaxPool2d
 from spikefuse.nn.recurrent import Recurrent
@@ -16,12 +18,15 @@ from spikefuse.nn.stream import Stream
 from spikefuse.nn.temporal import Temporal
 
 __all__ = [
+    "PSN",
     "Block",
     "EventLinear",
     "EventStream",
     "Events",
     "Feedback",
+    "Loop",
     "MaxPool2d",
+    "OverTime",
     "Recurrent",
     "Stream",
     "Temporal",

@@ -363,8 +363,6 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 def _predict(arguments: argparse.Namespace) -> int:
     """Print predictions as they are computed, JSON at the end; return 1 if a file failed."""
-    from tqdm import tqdm
-
     from spikefuse.train import predict
 
     for name in ("top", "batch_size"):
@@ -375,18 +373,16 @@ def _predict(arguments: argparse.Namespace) -> int:
 
     def report(error: str) -> None:
         failed.append(error)
-        tqdm.write(f"spikefuse predict: error: {error}", file=sys.stderr)
+        output.write(f"spikefuse predict: error: {error}", file=sys.stderr)
 
     files = predict.find_files(network, arguments.files)
-    # The bar is shown on terminals only.
-    bar = tqdm(files, "predict", unit="file", disable=None if len(files) > 1 else True, leave=False)
-    examples = predict.read_examples(network, bar, report)
+    examples = predict.read_examples(network, output.progress(files, "predict"), report)
     rows = predict.classify(network, examples, arguments.batch_size, arguments.top)
     if arguments.json:
         keys = "file", "class", "probability"
-        tqdm.write(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
+        output.write(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
     elif arguments.csv:
-        table = SimpleNamespace(write=partial(tqdm.write, end=""))
+        table = SimpleNamespace(write=partial(output.write, end=""))
         writer = csv.writer(table, lineterminator="\n")
         writer.writerow(("file", "class", "probability"))
         writer.writerows(rows)
@@ -394,8 +390,8 @@ def _predict(arguments: argparse.Namespace) -> int:
         width, label_width = (max(map(len, map(str, w))) for w in (files, network.classes))
         for i, (file, label, probability) in enumerate(rows):
             if i == 0:
-                tqdm.write(f"{'file':<{width}}  {'class':<{label_width}}  probability")
-            tqdm.write(f"{file:<{width}}  {label:<{label_width}}  {probability:11.4f}")
+                output.write(f"{'file':<{width}}  {'class':<{label_width}}  probability")
+            output.write(f"{file:<{width}}  {label:<{label_width}}  {probability:11.4f}")
     return 1 if failed else 0
 
 
