@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -38,6 +40,16 @@ def _release() -> None:
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(before=_acquire, after_in_parent=_release, after_in_child=_release)
+
+
+@cache
+def import_module(name: str) -> Any:
+    """Import a module of kernels while forks wait: a child would find it locked for ever.
+
+    The import takes more stack than the caller may have.
+    """
+    with compiling:
+        return on_thread(importlib.import_module, name)
 
 
 @contextlib.contextmanager

@@ -209,7 +209,8 @@ class Program:
         key = (*key, (kernel,) if self.backend == "numba" else KERNELS)
         if key not in self.modules:
             with compiling:
-                self.modules[key] = files.load(self.source(*key), self.step.name, self.backend)
+                made = self.source(*key), self.step.name, self.backend
+                self.modules[key] = on_thread(files.load, *made)
         return getattr(self.modules[key], kernel)
 
     def source(
