@@ -18,7 +18,9 @@ STACK = 8 << 20
 
 #: Held while a step is traced and while generated source is imported; neither is thread-safe.
 compiling = threading.RLock()
-#: In the order in which threads take them.
+#: Held while a thread is started: the size of its stack is a setting of the process.
+_starting = threading.RLock()
+#: In the order in which threads take them; `_starting` is the last.
 _locks: list[Any] = [compiling]
 
 
@@ -29,12 +31,12 @@ def hold_at_fork(lock: Any) -> None:
 
 
 def _acquire() -> None:
-    for lock in _locks:
+    for lock in (*_locks, _starting):
         lock.acquire()
 
 
 def _release() -> None:
-    for lock in reversed(_locks):
+    for lock in (_starting, *reversed(_locks)):
         lock.release()
 
 
@@ -55,15 +57,16 @@ def import_module(name: str) -> Any:
 @contextlib.contextmanager
 def enough_stack() -> Iterator[None]:
     """Start threads with enough stack in a `with` block, whatever `threading.stack_size` says."""
-    size = threading.stack_size()
-    if not 0 < size < STACK:
-        yield
-        return
-    threading.stack_size(STACK)
-    try:
-        yield
-    finally:
-        threading.stack_size(size)
+    with _starting:
+        size = threading.stack_size()
+        if not 0 < size < STACK:
+            yield
+            return
+        threading.stack_size(STACK)
+        try:
+            yield
+        finally:
+            threading.stack_size(size)
 
 
 def on_thread(function: Callable[..., T], *args: Any) -> T:

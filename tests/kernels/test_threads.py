@@ -50,6 +50,29 @@ def test_the_stack_of_threads():
         threading.stack_size(before)
 
 
+def test_threads_that_are_started_at_once():
+    """Each with enough stack, though the size is a setting of the process."""
+    before, sizes = threading.stack_size(1 << 16), []
+    entered, left = threading.Event(), threading.Event()
+
+    def start():
+        with enough_stack():
+            entered.set()
+            left.wait()
+            sizes.append(threading.stack_size())
+
+    try:
+        with enough_stack():
+            thread = threading.Thread(target=start)
+            thread.start()
+            entered.wait(0.1)  # it has to wait
+        left.set()
+        thread.join()
+        assert (sizes, threading.stack_size()) == ([STACK], 1 << 16)
+    finally:
+        threading.stack_size(before)
+
+
 def test_errors_of_threads():
     with pytest.raises(RuntimeError, match="own"):
         on_thread(_fail)
