@@ -17,6 +17,7 @@ from spikefuse.block.program import traits
 from spikefuse.block.training import BlockCall
 from spikefuse.kernels.norm import merge_statistics, statistics
 from spikefuse.kernels.running import Running, update_running_stats
+from spikefuse.kernels.threads import import_module
 from spikefuse.scan import op
 from spikefuse.scan.checks import is_plain
 from spikefuse.scan.execution import execution_of
@@ -146,9 +147,7 @@ def _mean_and_scale(norm: Norm) -> tuple[Tensor, Tensor]:
 def reserve_counters(backend: str, device: torch.device) -> None:
     """Prepare the kernels of blocks for graphs, before Inductor records one."""
     if backend == "triton":
-        from spikefuse.kernels import norm_triton
-
-        norm_triton.reserve_counters(device)
+        import_module("spikefuse.kernels.norm_triton").reserve_counters(device)
 
 
 def _statistics(

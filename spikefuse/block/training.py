@@ -17,6 +17,7 @@ from torch import Tensor
 from spikefuse.block.definition import SCALES
 from spikefuse.block.program import NEURON, BlockProgram, block_program
 from spikefuse.kernels.norm import gradient_sums
+from spikefuse.kernels.threads import import_module
 from spikefuse.scan import microbatches
 from spikefuse.scan.execution import execution_of
 from spikefuse.scan.layout import Layout
@@ -68,9 +69,8 @@ class BlockCall(Call):
             second = Arguments(inputs, states, [False] * len(first.params))
             execution.compile_backward(arguments, results, second)
         if self.block.program.backend == "triton" and execution.layout.num_neurons:
-            from spikefuse.kernels import norm_triton
-
             place = execution.layout.by_channel(execution.num_sums)
+            norm_triton = import_module("spikefuse.kernels.norm_triton")
             norm_triton.compile_gradient_sums(place, execution.device)
 
     def backward(
@@ -173,8 +173,7 @@ class BlockCall(Call):
         correction: Tensors,
     ) -> None:
         # Only a process with Numba kernels imports Numba.
-        from spikefuse.kernels.norm_numba import add_correction
-
+        norm_numba = import_module("spikefuse.kernels.norm_numba")
         known = layout.outer_strides
         for i in range(self.block.num_norms):
             grad, mean = grads[i], arguments.prologue[1 + i][0]
@@ -184,7 +183,9 @@ class BlockCall(Call):
                 x, written = layout.conform(x), layout.conform(grad)
             strides, grouping = [*layout.strides(x), *layout.strides(written)], layout.inner
             coefficients = mean, *correction[2 * i : 2 * i + 2]
-            add_correction(x, written, strides, (grouping, layout.channel_inner), coefficients)
+            norm_numba.add_correction(
+                x, written, strides, (grouping, layout.channel_inner), coefficients
+            )
             if written is not grad:
                 grad.copy_(written)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.events.format import Events
+from spikefuse.kernels.threads import import_module
 from spikefuse.neurons.definition import Neuron
 from spikefuse.scan.checks import refuse_transforms
 from spikefuse.scan.double_backward import refuse_double_backward
@@ -22,12 +23,8 @@ if TYPE_CHECKING:
 def kernels_of(impl: str) -> Any:
     """Return the module with the products of an implementation, "numba" or "triton"."""
     if impl == "triton":
-        from spikefuse.events import products_triton
-
-        return products_triton
-    from spikefuse.events import products_numba
-
-    return products_numba
+        return import_module("spikefuse.events.products_triton")
+    return import_module("spikefuse.events.products_numba")
 
 
 def product(events: Events, weight: Tensor, bias: Tensor | None, kernels: Any) -> Tensor:
@@ -77,10 +74,9 @@ def layer(events: Events, neuron: Neuron, weight: Tensor, bias: Tensor | None) -
     Args:
         neuron: made by `with_candidates`; see `can_fuse`.
     """
-    from spikefuse.events.layer_numba import FusedLayer
-
     matrix = weight.detach().t()
-    fused = FusedLayer(events, neuron, matrix, None if bias is None else bias.detach())
+    layers = import_module("spikefuse.events.layer_numba")
+    fused = layers.FusedLayer(events, neuron, matrix, None if bias is None else bias.detach())
     outputs = fused.forward()
     inputs = events.values, weight, bias
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):

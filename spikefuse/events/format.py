@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spikefuse.events.lists import FIRED, CountedMarks, EventLists, SliceCounts
+from spikefuse.kernels.threads import import_module
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +139,7 @@ class Events:
         shape = packed.shape[0], packed.shape[1], width
         rows = packed.reshape(shape[0] * shape[1], packed.shape[2])
         if rows.is_cpu:
-            from spikefuse.events import lists_numba
-
-            return cls.trusted(shape, lists_numba.unpack(rows))
+            return cls.trusted(shape, _kernels(rows).unpack(rows))
         shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
         bits = (rows.unsqueeze(-1) >> shifts & 1).flatten(1)[:, :width]
         return cls.from_marks((bits * FIRED).view(shape))
@@ -327,9 +326,5 @@ def _raise_first(rules: dict[str, Tensor]) -> None:
 def _kernels(x: Tensor) -> Any:
     """Return the module that builds and reads lists on the device of `x`."""
     if x.is_cpu:
-        from spikefuse.events import lists_numba
-
-        return lists_numba
-    from spikefuse.events import lists_triton
-
-    return lists_triton
+        return import_module("spikefuse.events.lists_numba")
+    return import_module("spikefuse.events.lists_triton")

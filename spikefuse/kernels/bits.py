@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from spikefuse.kernels.threads import import_module
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -57,15 +58,11 @@ def pack(x: Tensor) -> Packed:
     return Packed(bits, num, x.dtype, shape, strides)
 
 
-def _kernels(x: Tensor) -> ModuleType:
+def _kernels(x: Tensor) -> Any:
     if x.is_cuda:
-        from spikefuse.kernels import bits_triton
-
-        return bits_triton
+        return import_module("spikefuse.kernels.bits_triton")
     if x.is_cpu:
-        from spikefuse.kernels import bits_numba
-
-        return bits_numba
+        return import_module("spikefuse.kernels.bits_numba")
     raise ValueError(f"no kernels for device '{x.device.type}': move x to cuda or cpu")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from spikefuse.kernels.channels import ChannelLayout, channel_layout
 from spikefuse.kernels.running import Running
+from spikefuse.kernels.threads import import_module
 
 #: The batch norms of PyTorch.
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
@@ -18,12 +19,8 @@ BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 @cache
 def _kernels(backend: str) -> Any:
     if backend == "triton":
-        from spikefuse.kernels import norm_triton
-
-        return norm_triton
-    from spikefuse.kernels import norm_numba
-
-    return norm_numba
+        return import_module("spikefuse.kernels.norm_triton")
+    return import_module("spikefuse.kernels.norm_numba")
 
 
 def by_batch(norm: BatchNorm) -> bool:

@@ -88,6 +88,8 @@ except ImportError:  # in a version of Numba that has them elsewhere
     global_compiler_lock, cache_of = threading.RLock(), None  # type: ignore[assignment]
 
 hold_at_fork(global_compiler_lock)
+# Imports what the first call of a kernel would: a child of a fork meanwhile would wait for ever.
+numba.typeof(np.empty(0))
 
 f32 = np.float32
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.kernels.pool_layout import Maps, Window, maps_of
+from spikefuse.kernels.threads import import_module
 
 __all__ = ["Maps", "Window", "avg_pool2d", "maps_of", "max_pool2d"]
 
@@ -49,12 +50,8 @@ def avg_pool2d(x: Tensor, maps: Maps) -> Tensor:
 
 def _kernels(backend: str) -> Any:
     if backend == "triton":
-        from spikefuse.kernels import pool_triton
-
-        return pool_triton
-    from spikefuse.kernels import pool_numba
-
-    return pool_numba
+        return import_module("spikefuse.kernels.pool_triton")
+    return import_module("spikefuse.kernels.pool_numba")
 
 
 class _MaxPool(torch.autograd.Function):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -16,7 +18,9 @@ STACK = 8 << 20
 
 #: Held while a step is traced and while generated source is imported; neither is thread-safe.
 compiling = threading.RLock()
-#: In the order in which threads take them.
+#: Held while a thread is started: the size of its stack is a setting of the process.
+_starting = threading.RLock()
+#: In the order in which threads take them; `_starting` is the last.
 _locks: list[Any] = [compiling]
 
 
@@ -27,12 +31,12 @@ def hold_at_fork(lock: Any) -> None:
 
 
 def _acquire() -> None:
-    for lock in _locks:
+    for lock in (*_locks, _starting):
         lock.acquire()
 
 
 def _release() -> None:
-    for lock in reversed(_locks):
+    for lock in (_starting, *reversed(_locks)):
         lock.release()
 
 
@@ -40,18 +44,29 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(before=_acquire, after_in_parent=_release, after_in_child=_release)
 
 
+@cache
+def import_module(name: str) -> Any:
+    """Import a module of kernels while forks wait: a child would find it locked for ever.
+
+    The import takes more stack than the caller may have.
+    """
+    with compiling:
+        return on_thread(importlib.import_module, name)
+
+
 @contextlib.contextmanager
 def enough_stack() -> Iterator[None]:
     """Start threads with enough stack in a `with` block, whatever `threading.stack_size` says."""
-    size = threading.stack_size()
-    if not 0 < size < STACK:
-        yield
-        return
-    threading.stack_size(STACK)
-    try:
-        yield
-    finally:
-        threading.stack_size(size)
+    with _starting:
+        size = threading.stack_size()
+        if not 0 < size < STACK:
+            yield
+            return
+        threading.stack_size(STACK)
+        try:
+            yield
+        finally:
+            threading.stack_size(size)
 
 
 def on_thread(function: Callable[..., T], *args: Any) -> T:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spikefuse.kernels.threads import import_module
 from spikefuse.kernels.triton_runtime import TritonLaunch
 from spikefuse.neurons.description import Cache
 from spikefuse.scan.layout import MAX_STRIDES, layout_of, outer_stride
@@ -336,12 +337,8 @@ class Execution:
 def launcher_of(backend: str) -> Launcher:
     """The module that runs the kernels of a backend."""
     if backend == "triton":
-        from spikefuse.scan import launch_triton
-
-        return launch_triton
-    from spikefuse.scan import launch_numba
-
-    return launch_numba
+        return import_module("spikefuse.scan.launch_triton")
+    return import_module("spikefuse.scan.launch_numba")
 
 
 def _copy_back(written: Tensors, targets: Tensors) -> None:

@@ -220,7 +220,8 @@ class Program:
         with compiling:
             if key not in self.modules:
                 _drop_unused(self)
-                self.modules[key] = files.load(self.source(*key), self.step.name, self.backend)
+                made = self.source(*key), self.step.name, self.backend
+                self.modules[key] = on_thread(files.load, *made)
             return getattr(self.modules[key], kernel)
 
     def source(

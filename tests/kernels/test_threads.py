@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 
 import pytest
 
 from spikefuse.kernels.numba_runtime import global_compiler_lock
-from spikefuse.kernels.threads import STACK, compiling, enough_stack, on_thread
+from spikefuse.kernels.threads import STACK, compiling, enough_stack, import_module, on_thread
 
 # Its own definition, so that there is something to compile.
 PROGRAM = """
@@ -48,6 +50,29 @@ def test_the_stack_of_threads():
         threading.stack_size(before)
 
 
+def test_threads_that_are_started_at_once():
+    """Each with enough stack, though the size is a setting of the process."""
+    before, sizes = threading.stack_size(1 << 16), []
+    entered, left = threading.Event(), threading.Event()
+
+    def start():
+        with enough_stack():
+            entered.set()
+            left.wait()
+            sizes.append(threading.stack_size())
+
+    try:
+        with enough_stack():
+            thread = threading.Thread(target=start)
+            thread.start()
+            entered.wait(0.1)  # it has to wait
+        left.set()
+        thread.join()
+        assert (sizes, threading.stack_size()) == ([STACK], 1 << 16)
+    finally:
+        threading.stack_size(before)
+
+
 def test_errors_of_threads():
     with pytest.raises(RuntimeError, match="own"):
         on_thread(_fail)
@@ -70,13 +95,58 @@ def test_a_fork_waits_for_compilers(lock):
     thread = threading.Thread(target=hold)
     thread.start()
     is_held.wait()
+    # A lock of another thread would be held for ever.
+    assert status_of_child(lock.acquire) == 0
+    done.set()
+    thread.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_waits_for_imports(tmp_path, monkeypatch):
+    (tmp_path / "slow_import.py").write_text("import time\ntime.sleep(0.3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    thread = threading.Thread(target=import_module, args=("slow_import",))
+    thread.start()
+    while "slow_import" not in sys.modules:
+        time.sleep(0.001)
+    assert status_of_child(import_module, "slow_import") == 0
+    thread.join()
+
+
+def status_of_child(function, *args):
+    """Fork, and return the status of a child that calls a function, within 10 seconds."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside other threads
         child = os.fork()
     if child == 0:
-        # A lock of another thread would be held for ever.
-        with lock:
-            os._exit(0)
-    done.set()
-    thread.join()
-    assert os.waitpid(child, 0)[1] == 0
+        signal.alarm(10)
+        function(*args)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+FIRST_CALL = r"""
+import pathlib, re, threading, torch
+import spikefuse as sf
+
+SIZE = 17 << 16
+threading.stack_size(SIZE)
+
+def first_call():
+    sf.LIF()(torch.ones(2, 1, 1))
+    maps = pathlib.Path("/proc/self/smaps").read_text()
+    for begin, end, used in re.findall(r"^(\w+)-(\w+) rw.*\n(?:.*\n){3}Rss: *(\d+)", maps, re.M):
+        if int(end, 16) - int(begin, 16) == SIZE:
+            print(used)
+
+thread = threading.Thread(target=first_call)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_first_call_takes_little_stack(tmp_path):
+    run = [sys.executable, "-c", FIRST_CALL]
+    (used,) = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
+    assert int(used) < 32  # KiB; an import of Numba takes more than 40
