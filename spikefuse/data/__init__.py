@@ -9,13 +9,14 @@ from spikefuse.data.augment import (
     random_flip,
     random_shift,
 )
+from spikefuse.data.dataset import Dataset
 from spikefuse.data.files import DataError
-from spikefuse.data.folder import ImageFolder
+from spikefuse.data.folder import ImageFolder, image_folder
 from spikefuse.data.frames import Frames, Slicing, expand, to_frames
 from spikefuse.data.images import Examples, Images, Subset, split
 from spikefuse.data.mnist import read_idx
 from spikefuse.data.recordings import Recording
-from spikefuse.data.registry import DATASETS, Dataset, load, read_file
+from spikefuse.data.registry import DATASETS, load, read_file
 from spikefuse.data.sound import Sound, log_mel
 from spikefuse.data.trivial_augment import trivial_augment
 
@@ -35,6 +36,7 @@ __all__ = [
     "cutout",
     "drop_events",
     "expand",
+    "image_folder",
     "load",
     "log_mel",
     "mixup",

@@ -153,7 +153,9 @@ def _missing(name: str, what: str, directory: Path, how: str) -> DataError:
 def class_files(
     folder: Path, classes: Sequence[str], endings: Collection[str], how: str
 ) -> tuple[tuple[Path, ...], list[int]]:
-    """List the files in the subfolder of each class, by class and name, and their labels.
+    """List the files below the subfolder of each class, by class and name, and their labels.
+
+    Files whose names begin with a dot are left out.
 
     Args:
         folder: contains one subfolder per class.
@@ -167,8 +169,8 @@ def class_files(
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        entries = (folder / name).iterdir() if (folder / name).is_dir() else []
-        own = sorted(path for path in entries if path.suffix.lower() in endings)
+        inside = (path for path in (folder / name).rglob("*") if path.name[0] != ".")
+        own = sorted(path for path in inside if path.suffix.lower() in endings)
         if not own:
             raise DataError(f"no {' or '.join(sorted(endings))} file in {folder / name}: {how}")
         files += own

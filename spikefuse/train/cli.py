@@ -129,6 +129,8 @@ def _add_train(commands: Any) -> None:
         **_EXACT,
     )
     for f in fields(TrainConfig):
+        if f.metadata["kind"] is tuple:  # found in the files
+            continue
         if f.name in GROUPS:
             group = train.add_argument_group(GROUPS[f.name])
         _add_option(group, f.name, f.metadata)

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from spikefuse.data import DATASETS
 from spikefuse.data.files import replacing
 from spikefuse.inspect.plots import raster
 from spikefuse.inspect.record import are_spikes, firing_rate
@@ -66,7 +65,7 @@ def plot_raster(module: Classifier, pixels: Tensor, label: int, path: Path) -> N
     figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
 
-    classes = DATASETS[module.config.dataset].classes
+    classes = module.config.data.classes
     _plot_input(panels[0], x, classes[label])
     for axes, (name, layer) in zip(panels[1:], spikes.items(), strict=False):
         shape = " × ".join(map(str, layer.shape[1:]))

@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 from PIL import Image
 
-from spikefuse.data import cifar, folder, heidelberg, store
+from spikefuse.data import cifar, heidelberg, listing, store
 from spikefuse.data.cifar10_dvs import read_cifar10_dvs
 from spikefuse.data.dvs_gesture import LISTS, find_dvs_gesture
 from spikefuse.data.folder import read_image
@@ -135,7 +135,11 @@ def read_annotations(path: Path) -> Any:
     (path.parent / "images").mkdir(exist_ok=True)
     for i in range(2):
         (path.parent / "images" / f"val_{i}.JPEG").touch()
-    return folder._annotated(path.parent, ["n01", "n02"])
+    return listing._read_table(path, "\t", path.parent / "images", ["n01", "n02"])
+
+
+def read_labels(path: Path) -> Any:
+    return listing._read_table(path, ",", path.parent, None)
 
 
 READERS: dict[str, tuple[str, Callable[[], bytes], Callable[[Path], Any]]] = {
@@ -160,7 +164,8 @@ READERS: dict[str, tuple[str, Callable[[], bytes], Callable[[Path], Any]]] = {
     "AEDAT 3": ("user00_train.aedat", gestures, read_gestures),
     "trials": (LISTS[0], trials, read_gestures),
     "table of gestures": ("user00_train_labels.csv", table, read_gestures),
-    "annotations": (folder.ANNOTATIONS, annotations, read_annotations),
+    "annotations": ("val_annotations.txt", annotations, read_annotations),
+    "labels": ("labels.csv", lambda: b'file,label\nlabels.csv,"a cat"\n', read_labels),
     "SHD": ("a.h5", speech, read_speech),
     "WAV": (
         "a.wav",

@@ -17,7 +17,7 @@ def test_shape_and_classes(name: str) -> None:
     dataset = data.DATASETS[name]
     numbers = {"imagenet": 1000, "dvs_gesture": 11, "shd": 20, "ssc": 35}
     numbers |= {"cifar100": 100, "cifar100_coarse": 20, "tiny_imagenet": 200, "ncaltech101": 101}
-    numbers["speech_commands"] = 35
+    numbers |= {"speech_commands": 35, "folder": 0}
     assert len(set(dataset.classes)) == len(dataset.classes) == numbers.get(name, 10)
     assert len(dataset.shape) == (1 if name in ("shd", "ssc", "speech_commands") else 3)
     if dataset.kind == "events":
