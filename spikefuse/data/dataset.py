@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from spikefuse.data.images import Examples
@@ -12,7 +11,7 @@ from spikefuse.data.recordings import Recording
 from spikefuse.data.sound import Sound
 
 # Reads the recordings in a file.
-Reader = Callable[[Path], Iterator[Recording | Sound]]
+Reader = Callable[..., Iterator[Recording | Sound]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,8 @@ class Dataset:
         kind: "images", which are encoded as sequences, or "events", which are sequences.
         transform: the options of `load` that this dataset takes, with their defaults; those of
             events include num_steps.
-        files: of events, the ending of the files that `read_file` accepts, and their reader.
+        files: of events, the ending of the files that `read_file` accepts, or several, and their
+            reader, which takes a path and the options that are not of `Slicing`.
         scale: of events, a network's input is `scale` times the values of the frames.
         describe: if shape and classes depend on the files, maps (directory, **transform) to their
             description.
@@ -48,7 +48,7 @@ class Dataset:
     read: Callable[..., tuple[Examples, ...]]
     kind: Literal["images", "events"] = "images"
     transform: Mapping[str, Any] = field(default_factory=dict)
-    files: tuple[str, Reader] | None = None
+    files: tuple[str | tuple[str, ...], Reader] | None = None
     scale: float = 1.0
     describe: Callable[..., Dataset] | None = None
     name: str = "the dataset"

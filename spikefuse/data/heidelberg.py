@@ -3,29 +3,24 @@
 Cramer, Stradmann, Schemmel, Zenke, "The Heidelberg Spiking Data Sets for the Systematic
 Evaluation of Spiking Neural Networks", IEEE TNNLS 33(7), 2022.
 
-The HDF5 files are read with h5py, in a process of its own (heidelberg_file.py). tonic's classes for
-them require the downloaded archives and reopen the file for each recording.
+The HDF5 files are read with h5py, in a process of its own (hdf5_file.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import signal
-import subprocess
-import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from spikefuse.data.files import damaged, find_folder, not_installed
+from spikefuse.data import hdf5
+from spikefuse.data.files import damaged, find_folder
 from spikefuse.data.recordings import Recording, RecordingSet, make_recording
 
 PAGE = "https://zenkelab.org/datasets/"
 SIZE = (700,)
-SECONDS = 60  # that reading one array may take; the HDF5 library never ends at some damaged files
 SHD_CLASSES = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
     *("null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"),
@@ -58,7 +53,7 @@ def recordings_in(path: Path, num_classes: int) -> RecordingSet:
     Raises:
         DataError: the file is missing or damaged, or h5py is not installed.
     """
-    with contextlib.closing(_arrays(path)) as arrays:
+    with contextlib.closing(hdf5.arrays(path, "speech")) as arrays:
         labels = next(arrays)
     if len(wrong := labels[~np.isin(labels, np.arange(num_classes))]):
         raise damaged(path, f"a label {wrong[0]:g}, expected one from 0 to {num_classes - 1}")
@@ -66,42 +61,13 @@ def recordings_in(path: Path, num_classes: int) -> RecordingSet:
 
 
 def _read(path: Path) -> Iterator[Recording]:
-    arrays = _arrays(path)
+    arrays = hdf5.arrays(path, "speech")
     for i in range(len(next(arrays))):
         t, x = next(arrays), next(arrays)
         if t.size != x.size:
             raise damaged(path, f"recording {i}: {t.size} times, {x.size} units")
         zeros = np.zeros(len(x), np.uint8)
         yield make_recording((x, zeros, zeros, np.rint(t * 1e6)), SIZE, path)
-
-
-def _arrays(path: Path) -> Generator[np.ndarray]:
-    """Yield what heidelberg_file.py writes: the labels, then times and units of each recording.
-
-    Raises:
-        DataError: the program failed, crashed, or read one array for `SECONDS`.
-    """
-    if importlib.util.find_spec("h5py") is None:
-        raise not_installed(path.name, "h5py", "events")
-    program = Path(__file__).with_name("heidelberg_file.py")
-    # -P: modules beside the program must not hide others of the same name.
-    command = [sys.executable, "-P", str(program), str(path), str(SECONDS)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout and process.stderr
-        try:
-            while len(header := process.stdout.read(8)) == 8:
-                size = 8 * int.from_bytes(header, "little")
-                if len(content := process.stdout.read(size)) < size:
-                    break
-                yield np.frombuffer(content)
-            if code := process.wait():
-                timed_out = code == -getattr(signal, "SIGALRM", 0)
-                limit = f"an array takes more than {SECONDS} seconds"
-                cause = limit if timed_out else "the HDF5 library crashes"
-                *_, reason = [cause, *process.stderr.read().decode().splitlines()]
-                raise damaged(path, reason)
-        finally:
-            process.kill()
 
 
 find_shd = partial(find_heidelberg, "shd", ("train", "test"), len(SHD_CLASSES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from spikefuse.data.images import Examples
 from spikefuse.data.mnist import load_fashion_mnist, load_mnist
 from spikefuse.data.ncaltech101 import find_ncaltech101, read_ncaltech101
 from spikefuse.data.nmnist import find_nmnist, read_nmnist
+from spikefuse.data.recording_folder import FILES, PARTS, event_folder
 from spikefuse.data.recordings import RecordingSet
 from spikefuse.data.sound import read_wav
 from spikefuse.data.speech_commands import find_speech_commands
@@ -44,7 +46,7 @@ CLOTHES = (
 
 # Finds the training, perhaps validation, and test recordings in a folder.
 Find = Callable[[Path], tuple[RecordingSet, ...]]
-PARTS = {2: ("train", "test"), 3: ("train", "valid", "test")}
+SLICING = [field.name for field in fields(Slicing)]
 
 
 # Ending and reader of the files of each event dataset.
@@ -65,7 +67,8 @@ def _described(
     """Return a dataset of which `describe` finds the shape and the classes in the files."""
 
     def read(directory: Path, download: bool, **options: Any) -> tuple[Examples, ...]:
-        return describe(directory, **options).read(directory, download)
+        found = describe(directory, **options)
+        return found.read(directory, download, **found.transform)
 
     # Checkpoints of earlier versions lack the classes.
     classes = tuple(f"class {i}" for i in range(num_classes))
@@ -114,6 +117,11 @@ DATASETS: dict[str, Dataset] = {
     "ncaltech101": _events(
         "ncaltech101", find_ncaltech101, ncaltech101.SIZE, ncaltech101.CLASSES, OBJECTS
     ),
+    "events": replace(
+        _described(event_folder, CAMERA, **vars(Slicing()), sensor=None, size=None, seed=0),
+        kind="events",
+        files=FILES,
+    ),
     "shd": _events("shd", heidelberg.find_shd, heidelberg.SIZE, SHD_CLASSES, SPEECH),
     "ssc": _events("ssc", heidelberg.find_ssc, heidelberg.SIZE, SSC_CLASSES, SPEECH),
     # Levels of sound are not events, but sequences of bytes that are cut and cached like them.
@@ -129,7 +137,7 @@ DATASETS: dict[str, Dataset] = {
 
 
 # Datasets of a user's own files, which are in no default folder.
-OWN = ("folder",)
+OWN = ("folder", "events")
 
 
 def load(
@@ -203,11 +211,12 @@ def read_file(dataset: str | Dataset, path: str | Path, **transform: Any) -> Ite
     """
     path, (found, options) = Path(path).expanduser(), _find(dataset, transform)
     if found.kind == "events":
-        ending, read = _event_files(dataset)
-        if path.suffix.lower() != ending:
-            name = _name(dataset)
+        endings, read = _event_files(dataset)
+        if path.suffix.lower() not in endings:
+            ending, name = " or ".join(endings), _name(dataset)
             raise DataError(f"{path} is not a file of {name}: expected one that ends in {ending}")
-        return map(partial(to_frames, slicing=Slicing(**options)), read(path))
+        slicing = Slicing(**{name: options.pop(name) for name in SLICING})
+        return map(partial(to_frames, slicing=slicing), read(path, **options))
     channels, size, width = (*found.shape, 0, 0)[:3]
     if channels not in (1, 3) or size != width:
         name = _name(dataset)
@@ -216,17 +225,17 @@ def read_file(dataset: str | Dataset, path: str | Path, **transform: Any) -> Ite
     return iter([read_image(path, size, channels, options.get("margin", 1.0))])
 
 
-def _event_files(dataset: str | Dataset) -> tuple[str, Reader]:
+def _event_files(dataset: str | Dataset) -> tuple[tuple[str, ...], Reader]:
     files = _find(dataset, {})[0].files
     if files is None:
         raise DataError(f"{_name(dataset)} has no reader of single files: set files in its Dataset")
-    return files
+    return ((files[0],) if isinstance(files[0], str) else files[0]), files[1]
 
 
 def file_endings(dataset: str | Dataset) -> set[str]:
     """Return the endings of the files that `read_file` expects, in lower case."""
     is_events = _find(dataset, {})[0].kind == "events"
-    return {_event_files(dataset)[0]} if is_events else ENDINGS
+    return {*_event_files(dataset)[0]} if is_events else ENDINGS
 
 
 def _name(dataset: str | Dataset) -> str:
@@ -256,5 +265,5 @@ def _find(dataset: str | Dataset, transform: dict[str, Any]) -> tuple[Dataset, d
             options = ", ".join(own) or "none"
             raise DataError(f"{name} has no option {option!r}: its options are {options}")
     if transform.get("by", own.get("by")) != own.get("by"):
-        del own["dt"]  # it belongs to the default slicing
+        own |= {"dt": None, "count": None}  # they belong to the default slicing
     return found, {**own, **transform}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from spikefuse.data import DATASETS, Dataset
-from spikefuse.data.frames import SLICINGS
+from spikefuse.data.frames import CONTENTS, SLICINGS, Slicing
 from spikefuse.events.candidates import with_candidates
 from spikefuse.graph.fuse import fuse
 from spikefuse.memory.policies import POLICIES
@@ -32,6 +32,7 @@ from spikefuse.train.fields import (
     flag,
     number,
     of_files,
+    text,
     up_to,
 )
 
@@ -70,12 +71,15 @@ class TrainConfig:
     )
     size: int | None = number(
         None,
-        "rows and columns of an image; folder, imagenet and tiny_imagenet",
+        "rows and columns of an image or frame; folder, events, imagenet and tiny_imagenet",
         AT_LEAST_ONE,
-        "the dataset's own",
+        "the dataset's own; events: the sensor's",
         int,
     )
-    grey: bool = flag(False, "read images in grey; the same datasets", "no, in colour")
+    grey: bool = flag(False, "read images in grey; folder, imagenet and tiny_imagenet", "no")
+    sensor: str | None = text(
+        None, "events: columns and rows of the camera, such as 346x260", "the files' own"
+    )
     num_steps: int = number(
         None, "number of time steps", AT_LEAST_ONE, "8; for event data, the dataset's own", int
     )
@@ -86,8 +90,8 @@ class TrainConfig:
     )
     slicing: str | None = choice(
         None,
-        "how events are cut into frames: equal numbers of events, equal shares of the recording's "
-        "time, or frames of --slice-us microseconds",
+        "how events are cut into frames: equal numbers of events, frames of --slice-events events, "
+        "equal shares of the recording's time, or frames of --slice-us microseconds",
         SLICINGS,
         "the dataset's own",
     )
@@ -97,6 +101,15 @@ class TrainConfig:
         AT_LEAST_ONE,
         "the dataset's own",
         int,
+    )
+    slice_events: int | None = number(
+        None, "events per frame, with --slicing events", AT_LEAST_ONE, "none", int
+    )
+    frames: str = choice(
+        "counts",
+        "what frames of events hold: counts, how recent the last event is (time_surface), or with "
+        "--slicing time events shared by the two nearest frames (voxel_grid)",
+        CONTENTS,
     )
     capacity: float | None = number(
         None,
@@ -373,6 +386,9 @@ class TrainConfig:
     def data(self) -> Dataset:
         """The description of the dataset, with the classes and the shape of the files."""
         dataset = replace(DATASETS[self.dataset], name=self.dataset)
+        if self.frames != CONTENTS[0]:
+            by = Slicing("time", content=self.frames)
+            dataset = replace(dataset, scale=by.scale)
         if self.classes is None or self.shape is None:
             return dataset
         return replace(dataset, classes=self.classes, shape=self.shape)
@@ -394,8 +410,12 @@ class TrainConfig:
     def transform(self) -> dict[str, Any]:
         """Return the options of `spikefuse.data.load`."""
         options: dict[str, Any] = {"size": self.size, "grey": self.grey or None}
+        options["sensor"] = self.sensor
         if self.data.kind == "events":
             options |= {"num_steps": self.num_steps, "by": self.slicing, "dt": self.slice_us}
+            options["count"] = self.slice_events
             if self.on_events:
                 options["bits"] = 1  # several events at a site within a step are one spike
+            if self.frames != CONTENTS[0]:
+                options |= {"content": self.frames, "bits": 8}
         return {name: value for name, value in options.items() if value is not None}

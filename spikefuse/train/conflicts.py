@@ -23,9 +23,11 @@ def find_conflicts(config: TrainConfig) -> Iterator[str]:
 
 def _data_conflicts(config: TrainConfig) -> Iterator[str]:
     dataset = config.data
+    for name in ("size", "grey", "sensor"):
+        if name not in dataset.transform:
+            yield from _given(config, f"{config.dataset} has no such option", name)
     if dataset.describe is None:
-        of_folders = ("size", "grey", "classes", "shape")
-        yield from _given(config, f"{config.dataset} is not a folder of images", *of_folders)
+        yield from _given(config, f"{config.dataset} has its own", "classes", "shape")
     elif config.classes is not None and (len(config.classes) < 2 or len(config.shape or ()) != 3):
         yield f"classes are {config.classes} and shape is {config.shape}: damaged"
     if len(dataset.shape) == 1:
@@ -38,16 +40,22 @@ def _data_conflicts(config: TrainConfig) -> Iterator[str]:
                 "recurrent"
             )
     if dataset.kind != "events":
-        of_events = ("slicing", "slice_us", "drop_events")
+        of_events = ("slicing", "slice_us", "slice_events", "drop_events")
         yield from _given(config, f"{config.dataset} is not event data", *of_events)
+        if config.frames != "counts":
+            yield f"frames is {config.frames}, but {config.dataset} is not event data: remove it"
     else:
         yield from _given(config, f"{config.dataset} has no images", *choices.OF_IMAGES)
         if dataset.scale != 1:
             yield from _given(config, f"{config.dataset} holds levels, not events", "drop_events")
+        if config.frames == "voxel_grid" and config.slicing != "time":
+            yield f"frames is voxel_grid, but slicing is {config.slicing}: choose time"
     if config.trivial_augment and dataset.shape[0] not in (1, 3):
         yield f"trivial_augment is given, but {config.dataset} is neither grey nor RGB: remove it"
     side = min(dataset.shape[-2:])
-    if config.cutout >= side:  # it would often leave nothing of an image
+    if config.cutout >= side and (
+        dataset.describe is None or config.shape is not None
+    ):  # it would often leave nothing of an image
         yield (
             f"cutout is {config.cutout}: expected less than the {side} rows or columns of "
             f"{config.dataset}"
@@ -55,7 +63,11 @@ def _data_conflicts(config: TrainConfig) -> Iterator[str]:
     slicing = config.slicing or dataset.transform.get("by")
     if config.slice_us is not None and slicing != "duration":
         yield f"slice_us is given, but slicing is {slicing}: remove it, or choose duration"
-    if dataset.scale != 1 and slicing != "duration":
+    if config.slice_events is not None and slicing != "events":
+        yield f"slice_events is given, but slicing is {slicing}: remove it, or choose events"
+    if slicing == "events" and config.slice_events is None:
+        yield "slicing is events, but slice_events is not given: set it"
+    if dataset.scale != 1 and config.frames == "counts" and slicing != "duration":
         yield f"slicing is {slicing}, but {config.dataset} has no events to count: remove it"
     if slicing == "duration" and not (config.slice_us or dataset.transform.get("dt")):
         yield f"slicing is duration, but {config.dataset} has no default duration: set slice_us"

@@ -55,6 +55,11 @@ def choice(default: str | None, help: str, choices: Collection[str], shown: str 
     return field(default=default, metadata=describe(help, str, shown or str(default), choices))
 
 
+def text(default: str | None, help: str, shown: str) -> Any:
+    """Return a field for any text."""
+    return field(default=default, metadata=describe(help, str, shown))
+
+
 def flag(default: bool | None, help: str, shown: str) -> Any:
     """Return a field for a boolean."""
     return field(default=default, metadata=describe(help, bool, shown))

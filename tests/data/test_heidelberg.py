@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spikefuse import data
-from spikefuse.data import heidelberg
+from spikefuse.data import hdf5
 from tests.data.writing import real, real_data
 
 
@@ -145,7 +145,7 @@ def test_impossible_labels_are_named(tmp_path: Path, labels: list) -> None:
 def test_files_at_which_the_hdf5_library_crashes_or_never_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heidelberg, "SECONDS", 3)
+    monkeypatch.setattr(hdf5, "SECONDS", 3)
     write_both(tmp_path, np.array([3]), [[1, 2]])
     path = tmp_path / "shd_train.h5"
     good = path.read_bytes()
