@@ -1,4 +1,4 @@
-"""Train the recipes in `configs/` by the command line, as users do; they reproduce the papers.
+"""Train recipes by the command line, as users do; they reproduce the papers.
 
     python -m benchmarks.reproduce temporal-fusion-mnist-resnet18 --data-dir DIR
     python -m benchmarks.reproduce bptt-on-gpu-fashion-mnist-large --seeds 0 1 --data-dir DIR
@@ -28,7 +28,6 @@ from benchmarks import plots, record, runner
 from benchmarks.runner import Record
 from spikefuse.train.callbacks import METRICS
 
-CONFIGS = record.ROOT / "configs"
 FACTS = (
     *("test_accuracy", "test_loss", "test_images", "best_epoch", "validation_accuracy"),
     *("parameters", "training_seconds", "device", "versions"),
@@ -76,13 +75,13 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument("--data-dir", type=Path, help="folder of the data sets")
     args = runner.parse(parser, argv)
     args.name = f"reproduce_{args.recipe}"
-    config = ["--config", str(CONFIGS / f"{args.recipe}.yaml")]
+    config = ["--config", args.recipe]
     options = [*config, "--device", torch.device(args.device).type, *QUICK * args.quick]
     if torch.device(args.device).type != "cuda":
         options.append("--no-cuda-graph")  # which changes no result
     if args.data_dir is not None:
         options += ["--data-dir", str(args.data_dir.expanduser().resolve())]
-    shown = ["spikefuse", "train", "--config", f"configs/{args.recipe}.yaml"]
+    shown = ["spikefuse", "train", "--config", args.recipe]
     settings: Record = {"command": shown, "recipe": args.recipe}
     settings |= {"device": args.device, "seeds": args.seeds}
     return runner.write_rows(args, rows(args, options, settings), settings, plot=plots.learning)

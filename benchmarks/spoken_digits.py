@@ -14,7 +14,7 @@ a one-cycle learning rate, and the cross entropy of the mean potential over time
 - spikefuse: `Recurrent` layers of LIF neurons with snnTorch's reset, `DelayedResetLIF`
 - the same network without feedback
 - SE-adLIF, RadLIF: the same network of adaptive neurons, which learn their decays and couplings,
-  with the surrogates and resets of configs/se-adlif-shd.yaml and configs/radlif-shd.yaml; RadLIF
+  with the surrogates and resets of the recipes se-adlif-shd and radlif-shd; RadLIF
   without self-connections
 - snnTorch: the first network, from the same weights, with `RLeaky` and `Leaky` in a loop over time.
   The linear layers and norms read all time steps at once, as in spikefuse. On a GPU there is a

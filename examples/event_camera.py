@@ -7,6 +7,8 @@ python examples/event_camera.py --nmnist folder    # N-MNIST, which tonic downlo
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tonic
@@ -18,21 +20,22 @@ from torch.utils.data import DataLoader, Dataset
 
 import spikefuse as sf
 
+Batches = DataLoader[Any]
 SENSOR = (34, 34, 2)  # columns, rows and polarities, as tonic has them
 
 
-class MovingBars(Dataset):
+class MovingBars(Dataset[tuple[Any, int]]):
     """Bars that move right, left, down or up: events in tonic's format, and the direction."""
 
     dtype = np.dtype([("x", int), ("y", int), ("t", int), ("p", int)])
 
-    def __init__(self, count: int, seed: int, transform):
+    def __init__(self, count: int, seed: int, transform: Callable[[Any], Any]) -> None:
         self.count, self.seed, self.transform = count, seed, transform
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int):
+    def __getitem__(self, index: int) -> tuple[Any, int]:
         direction, rng = index % 4, np.random.default_rng((self.seed, index))
         y, along = np.nonzero(rng.random((34, 34)) < 0.5)  # half of the pixels see the bar
         near = abs(y - rng.integers(8, 26)) < 8
@@ -48,13 +51,15 @@ class MovingBars(Dataset):
         return self.transform(events[events["t"].argsort()]), direction
 
 
-def load(nmnist: str | None, count: int) -> tuple[DataLoader, DataLoader, int]:
+def load(nmnist: str | None, count: int) -> tuple[Batches, Batches, int]:
     """Batches for training and for the test, `[B, T, 2, 34, 34]`, and the number of classes."""
     transform = transforms.Compose([
         transforms.Denoise(filter_time=10_000),  # drops events without a neighbour within 10 ms
         transforms.ToFrame(SENSOR, n_time_bins=12),  # counts of events
         lambda frames: torch.from_numpy(frames).float(),
     ])  # fmt: skip
+    train: Any
+    test: Any
     if nmnist is None:
         train, test, classes = MovingBars(count, 0, transform), MovingBars(200, 1, transform), 4
     else:
@@ -77,7 +82,7 @@ def make_network(classes: int) -> nn.Module:
 
 
 @torch.no_grad()
-def accuracy(net: nn.Module, batches: DataLoader, device: torch.device) -> float:
+def accuracy(net: nn.Module, batches: Batches, device: torch.device) -> float:
     net.eval()
     correct = [
         net(frames.to(device)).mean(1).argmax(1).cpu() == labels for frames, labels in batches

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 import spikefuse as sf
 from spikefuse.testing import assert_matches_reference, make_input
@@ -25,11 +28,13 @@ NUM_STEPS, NUM_TONES = 100, 8
 class Wave(sf.Learnable):
     """`decay * wave(frequency)`, one value per neuron: computed in PyTorch, once per call."""
 
-    def __init__(self, wave, frequency: nn.Parameter, decay: float):
+    def __init__(
+        self, wave: Callable[[Tensor], Tensor], frequency: nn.Parameter, decay: float
+    ) -> None:
         super().__init__()
         self.wave, self.frequency, self.decay = wave, frequency, decay
 
-    def forward(self):
+    def forward(self) -> Tensor:
         return self.decay * self.wave(self.frequency)
 
 
@@ -42,21 +47,21 @@ class Resonator(sf.Neuron):
 
     re, im = sf.State(), sf.State()
 
-    def __init__(self, neurons: int, decay: float = 0.95, threshold: float = 1.0):
+    def __init__(self, neurons: int, decay: float = 0.95, threshold: float = 1.0) -> None:
         super().__init__()
         # In radians per step, one for each neuron: dim 2 of [T, B, neurons].
         frequency = nn.Parameter(torch.empty(neurons).uniform_(0.05, math.pi / 2))
-        self.cos = Wave(torch.cos, frequency, decay)
-        self.sin = Wave(torch.sin, frequency, decay)
+        self.cos: Any = Wave(torch.cos, frequency, decay)
+        self.sin: Any = Wave(torch.sin, frequency, decay)
         self.threshold, self.surrogate = threshold, sf.surrogate.Arctan()
 
-    def step(self, x, re, im):
+    def step(self, x: Tensor, re: Tensor, im: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         next_re = self.cos * re - self.sin * im + x
         next_im = self.sin * re + self.cos * im
         return self.surrogate(next_im - self.threshold), (next_re, next_im)
 
 
-def tones(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def tones(count: int) -> tuple[Tensor, Tensor]:
     """Noisy tones `[T, B, 1]` with a random phase, and which of the frequencies they have."""
     labels = torch.randint(NUM_TONES, (count,))
     frequency = 0.1 + 1.2 * labels / NUM_TONES
@@ -77,7 +82,7 @@ def train(neuron: nn.Module, steps: int) -> float:
         optimizer.step()
     x, labels = tones(1000)
     with torch.no_grad():
-        return (net(x).mean(0).argmax(1) == labels).float().mean().item()
+        return float((net(x).mean(0).argmax(1) == labels).float().mean())
 
 
 def main(steps: int) -> tuple[float, float]:

@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 import spikefuse as sf
 from spikefuse.nn.encode import direct
 
+Batches = DataLoader[tuple[torch.Tensor, ...]]
 NUM_STEPS = 8
 
 
-def load() -> tuple[DataLoader, DataLoader]:
+def load() -> tuple[Batches, Batches]:
     """Batches for training and for the test: images `[B, 1, 8, 8]` from 0 to 1, and labels."""
     pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
     digits = TensorDataset(pixels.float().view(-1, 1, 8, 8) / 16, labels)
@@ -36,7 +37,7 @@ def make_network() -> nn.Module:
 
 
 @torch.no_grad()
-def accuracy(net: nn.Module, batches: DataLoader, device: torch.device) -> float:
+def accuracy(net: nn.Module, batches: Batches, device: torch.device) -> float:
     net.eval()
     correct = [
         net(direct(images.to(device), NUM_STEPS)).mean(0).argmax(1).cpu() == labels
@@ -57,7 +58,7 @@ def main(epochs: int, checkpoint: str, seed: int = 0) -> float:
     )
 
     @sf.graph_step(net, optimizer)  # on a GPU, one launch for the whole step
-    def step(images, labels):
+    def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         loss = F.cross_entropy(net(direct(images, NUM_STEPS)).mean(0), labels)
         loss.backward()

@@ -70,7 +70,7 @@ def main(epochs: int) -> float:
         found = net(direct(sf.data.expand(batch), NUM_STEPS)).mean(0).argmax(1)
     correct = (found == batch.labels).sum()
     dist.all_reduce(correct)
-    accuracy = correct.item() / len(test)
+    accuracy = float(correct) / len(test)
     if rank == 0:
         print(f"accuracy {accuracy:.3f} with {count} processes")
     disconnect()

@@ -15,15 +15,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import spikefuse as sf
-from spikefuse.data import DataError, Frames
+from spikefuse.data import DataError, Examples, Frames
 
 NUM_STEPS, NUM_CELLS, NUM_CLASSES = 100, 700, 20
 
 
-def load(num_generated: int) -> tuple[Frames, Frames]:
+def load(num_generated: int) -> tuple[Examples, Examples]:
     """The training and test recordings, as counts of spikes in steps of 10 ms."""
     try:
-        return sf.data.load("shd", num_steps=NUM_STEPS, dt=10_000)
+        train, test = sf.data.load("shd", num_steps=NUM_STEPS, dt=10_000)
+        return train, test
     except DataError as error:
         print(f"{error}\nUsing generated data.")
     classes = torch.rand(NUM_CLASSES, 5, 14) ** 4  # rates in 5 parts of a word, for 14 bands
@@ -37,9 +38,10 @@ def generate(classes: torch.Tensor, count: int) -> Frames:
     return Frames(counts, labels, (NUM_CELLS,), bits=8)
 
 
-def inputs(batch: Frames) -> torch.Tensor:
+def inputs(batch: Examples) -> torch.Tensor:
     """Counts `[T, B, 140]`: five neighbouring cells are one input."""
-    return sf.data.expand(batch).unflatten(-1, (140, 5)).sum(-1)
+    counts: torch.Tensor = sf.data.expand(batch).unflatten(-1, (140, 5))
+    return counts.sum(-1)
 
 
 def make_network(width: int) -> nn.Module:
@@ -61,9 +63,9 @@ def classified(potentials: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def accuracy(net: nn.Module, recordings: Frames, device: torch.device) -> float:
+def accuracy(net: nn.Module, recordings: Examples, device: torch.device) -> float:
     net.eval()
-    correct = 0
+    correct = 0.0
     for rows in torch.arange(len(recordings)).split(128):
         batch = recordings[rows].to(device)
         correct += (classified(net(inputs(batch))).argmax(1) == batch.labels).sum().item()

@@ -11,25 +11,20 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
-import json
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
-from spikefuse.train import TrainConfig
-from spikefuse.train.checkpoint import LAST, load
-from spikefuse.train.run import train
-from spikefuse.train.run_options import RunOptions
+import spikefuse as sf
 from spikefuse.train.signals import RunInterrupted
 
 LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 DECAYS = (0.25, 0.5, 0.75)
 # What all runs have in common: options of `spikefuse train`.
-COMMON = {"dataset": "digits", "model": "conv", "num_steps": 4, "batch_size": 64}
+COMMON: dict[str, Any] = {"dataset": "digits", "model": "conv", "num_steps": 4, "batch_size": 64}
 RESULTS = ("validation_accuracy", "test_accuracy", "best_epoch")
 
-Settings = dict[str, float]
+Settings = dict[str, Any]
 
 
 def grid() -> list[Settings]:
@@ -48,17 +43,8 @@ def drawn(count: int, seed: int = 0) -> list[Settings]:
 
 def run(settings: Settings, epochs: int, folder: Path) -> dict[str, Any]:
     """Return the result of a run: read it, finish the run, or start it."""
-    config = TrainConfig(**COMMON, **settings, epochs=epochs)
     out = folder / "-".join(f"{name}-{value:g}" for name, value in settings.items())
-    result, last = out / "result.json", out / LAST
-    if result.exists() or last.exists():
-        found = json.loads(result.read_text()) if result.exists() else None
-        stored = TrainConfig.from_dict(found["config"]) if found else load(last).config
-        if stored != config:
-            raise SystemExit(f"{out} has a run with other settings: choose another --folder")
-        return found or train(config, RunOptions(), load(last))
-    shutil.rmtree(out, ignore_errors=True)  # of a run that was killed in its first epoch
-    return train(config, RunOptions(out=out))
+    return sf.train.fit(**COMMON, **settings, epochs=epochs, out=out, resume=True)
 
 
 def write(rows: list[dict[str, Any]], path: Path) -> None:

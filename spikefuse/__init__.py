@@ -2,6 +2,7 @@
 
 import os as _os
 from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 # PyTorch then asks Linux for pages of 2 MiB for large tensors on the CPU, whose page faults take
@@ -35,6 +36,7 @@ from spikefuse.neurons import (
     Neuron,
     RefractoryLIF,
     SEAdLIF,
+    SlidingPSN,
     State,
     TernaryLIF,
     TwoCompartmentLIF,
@@ -42,21 +44,32 @@ from spikefuse.neurons import (
     surrogate,
 )
 from spikefuse.nn import (
+    PSN,
+    Loop,
+    OverTime,
     Recurrent,
     Stream,
     Temporal,
     checkpoint,
-    explain,
-    exportable,
     fuse,
-    record,
-    report,
-    source,
-    spiking,
 )
-from spikefuse.transforms.graph_step import graph_step
 
-__version__ = "0.1.0"
+if _TYPE_CHECKING:
+    from spikefuse import data, models, train
+    from spikefuse.inspect import plots
+    from spikefuse.inspect.explain import explain
+    from spikefuse.inspect.record import record
+    from spikefuse.inspect.report import report
+    from spikefuse.inspect.source import source
+    from spikefuse.train.predict import load
+    from spikefuse.transforms.convert import convert
+    from spikefuse.transforms.export import exportable
+    from spikefuse.transforms.graph_step import graph_step
+    from spikefuse.transforms.nir_read import from_nir
+    from spikefuse.transforms.nir_write import to_nir
+    from spikefuse.transforms.spiking import spiking
+
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "ALIF",
@@ -67,6 +80,7 @@ __all__ = [
     "LI",
     "LIF",
     "PLIF",
+    "PSN",
     "QIF",
     "AdLIF",
     "AlphaLIF",
@@ -79,10 +93,13 @@ __all__ = [
     "LearnableFraction",
     "LearnablePositive",
     "LearnableTimeConstant",
+    "Loop",
     "Neuron",
+    "OverTime",
     "Recurrent",
     "RefractoryLIF",
     "SEAdLIF",
+    "SlidingPSN",
     "State",
     "Stream",
     "Temporal",
@@ -114,20 +131,29 @@ __all__ = [
 ]
 
 
+# What most programs do not need, and the modules that have it.
+_MODULES = {"data": "data", "models": "models", "plots": "inspect.plots", "train": "train"}
+_FUNCTIONS = {
+    "convert": "transforms.convert",
+    "explain": "inspect.explain",
+    "exportable": "transforms.export",
+    "from_nir": "transforms.nir_read",
+    "graph_step": "transforms.graph_step",
+    "load": "train.predict",
+    "record": "inspect.record",
+    "report": "inspect.report",
+    "source": "inspect.source",
+    "spiking": "transforms.spiking",
+    "to_nir": "transforms.nir_write",
+}
+
+
 def __getattr__(name: str) -> _Any:
     """Import what most programs do not need when it is first used."""
-    if name in ("data", "models", "train"):
-        return _import_module(f"spikefuse.{name}")
-    if name == "convert":
-        return _import_module("spikefuse.transforms.convert").convert
-    if name == "from_nir":
-        return _import_module("spikefuse.transforms.nir_read").from_nir
-    if name == "to_nir":
-        return _import_module("spikefuse.transforms.nir_write").to_nir
-    if name == "plots":
-        return _import_module("spikefuse.inspect.plots")
-    if name == "load":
-        return _import_module("spikefuse.train.predict").load
+    if name in _MODULES:
+        return _import_module(f"spikefuse.{_MODULES[name]}")
+    if name in _FUNCTIONS:
+        return getattr(_import_module(f"spikefuse.{_FUNCTIONS[name]}"), name)
     raise AttributeError(f"module 'spikefuse' has no attribute {name!r}")
 
 

@@ -63,6 +63,7 @@ def test_examples_run(
     # TorchDynamo imports the module whose code it captures.
     module = ModuleType("example")
     monkeypatch.setitem(sys.modules, "example", module)
+    monkeypatch.chdir(tmp_path)
     if runs:
         exec(code, vars(module))
 
@@ -139,8 +140,12 @@ def test_links_resolve(page: str) -> None:
     assert broken == []
 
 
-def test_the_citation_has_the_version() -> None:
-    assert yaml.safe_load(read("CITATION.cff"))["version"] == sf.__version__
+def test_the_citation_has_the_last_release() -> None:
+    released, *_ = re.findall(r"^## \[(\d+\.\d+\.\d+)\]", read("CHANGELOG.md"), re.M)
+    assert yaml.safe_load(read("CITATION.cff"))["version"] == released
+    version = tuple(map(int, sf.__version__.removesuffix(".dev0").split(".")))
+    is_development = sf.__version__.endswith(".dev0")
+    assert (version > tuple(map(int, released.split(".")))) == is_development
 
 
 def test_every_page_is_in_the_navigation() -> None:

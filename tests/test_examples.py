@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from spikefuse.train import TrainConfig
+from spikefuse.train import ConfigError, TrainConfig, from_python
 from tests.processes import finish, torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -89,7 +89,7 @@ def test_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example, started = program("sweep"), []
     example.COMMON |= {"model": "mlp", "num_steps": 2, "batch_size": 256}
     example.LEARNING_RATES, example.DECAYS = (1e-5, 1e-2), (0.25, 0.5)
-    train = example.train
+    train = from_python.run.train
 
     def counted(config: TrainConfig, *arguments: Any) -> Any:
         started.append((config.lr, config.decay))
@@ -97,7 +97,7 @@ def test_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         return train(config, *arguments)
 
-    monkeypatch.setattr(example, "train", counted)
+    monkeypatch.setattr(from_python.run, "train", counted)
     pairs = [(1e-5, 0.25), (1e-5, 0.5), (1e-2, 0.25), (1e-2, 0.5)]
     with pytest.raises(KeyboardInterrupt):
         example.main(str(tmp_path), epochs=2)
@@ -111,7 +111,7 @@ def test_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert table == rows
     result = json.loads((tmp_path / "lr-1e-05-decay-0.5" / "result.json").read_text())
     assert result["resumed"]
-    with pytest.raises(SystemExit, match="has a run with other settings"):
+    with pytest.raises(ConfigError, match=r"has epochs 2, not 3: choose another folder"):
         example.main(str(tmp_path), epochs=3)
     assert len(started) == 6
     assert all(

@@ -1,7 +1,7 @@
 """Complete the docstrings that the reference shows, without importing the package.
 
 In the source, a docstring may refer to another one for parameters that both have. Here each
-parameter gets its own text, and `**firing` gives way to the options that it stands for.
+parameter gets its own text.
 """
 
 from __future__ import annotations
@@ -31,10 +31,6 @@ class Reference(griffe.Extension):
         for o in objects:
             if o.is_class and o.docstring:
                 _separate_call(o)
-        for o in objects:
-            if o.is_class and "__init__" in o.members:
-                init = o.members["__init__"]
-                init.parameters = griffe.Parameters(*_with_options(o))
 
 
 def completed(text: str, texts: dict[str, str]) -> str:
@@ -67,26 +63,6 @@ def _described(name: str, text: str, texts: dict[str, str]) -> str:
         if entry["names"] == name:
             return entry["text"]
     return ""
-
-
-def _with_options(cls: griffe.Class) -> list[griffe.Parameter]:
-    """The parameters of a class, with those of its base in the place of `**firing`."""
-    found = list(cls.members["__init__"].parameters)
-    if "firing" not in cls.members["__init__"].parameters:
-        return [p for p in found if p.name != "unknown"]
-    base = next(c for c in cls.mro() if "__init__" in c.members)
-    names = {p.name for p in found}
-    options = [
-        griffe.Parameter(
-            p.name,
-            annotation=p.annotation,
-            kind=griffe.ParameterKind.keyword_only,
-            default=p.default,
-        )
-        for p in _with_options(base)
-        if p.name not in names
-    ]
-    return [p for p in found if p.name != "firing"] + options
 
 
 def _describe_settings(cls: griffe.Class) -> None:

@@ -107,6 +107,6 @@ def prepare_block(
         norm = (torch.zeros(2),) * len(value_names(kind._replace(by_batch=False)))
         definition = with_batch_norm(with_outputs(neuron, outputs), norm, kind)
         statics, kinds = definition.description().statics, kinds_of(definition.values())
-        name = prepare(definition, backend, statics, kinds).name
+        name = prepare(definition, backend, statics, kinds, description.cache).name
         found = description.cache[key] = block_program(name)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 import zipfile
@@ -11,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from spikefuse.data import hdf5
 from spikefuse.data.aedat import read_aedat2, read_aedat3
 from spikefuse.data.files import (
     DataError,
@@ -21,6 +21,7 @@ from spikefuse.data.files import (
     not_installed,
     opened,
     read_bytes,
+    read_hdf5,
 )
 from spikefuse.data.recordings import Columns, Recording, make_recording
 
@@ -190,6 +191,12 @@ def _read_numpy(path: Path) -> Columns:
         raise damaged(path, f"not arrays of NumPy: {error}") from error
 
 
+def _read_hdf5(path: Path) -> Columns:
+    check_regular(path)
+    with contextlib.closing(read_hdf5(path, "event_columns.py")) as columns:
+        return _columns(path, "xypt", dict(zip("xypt", columns, strict=True)).__getitem__)
+
+
 def _read_csv(path: Path) -> Columns:
     try:
         with opened(path) as file:
@@ -208,8 +215,8 @@ def _read_csv(path: Path) -> Columns:
 
 OTHERS: Mapping[str, Callable[[Path], Columns]] = {
     ".bin": read_saccades,
-    ".h5": hdf5.read_events,
-    ".hdf5": hdf5.read_events,
+    ".h5": _read_hdf5,
+    ".hdf5": _read_hdf5,
     ".npy": _read_numpy,
     ".npz": _read_numpy,
     ".csv": _read_csv,

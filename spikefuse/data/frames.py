@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.data.files import DataError
-from spikefuse.data.images import Images, Index, check_lengths
+from spikefuse.data.images import Examples, Index, check_lengths
 from spikefuse.data.recordings import Recording
 from spikefuse.data.sound import Sound
 
@@ -306,7 +306,7 @@ class Frames:
         return Frames(packed, labels, self.shape, self.bits)
 
 
-def expand(batch: Images | Frames, dtype: torch.dtype = torch.float32) -> Tensor:
+def expand(batch: Examples, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert a batch to a network's input, on the device of the batch.
 
     Args:
@@ -317,6 +317,6 @@ def expand(batch: Images | Frames, dtype: torch.dtype = torch.float32) -> Tensor
         Of `Frames` the counts, contiguous `[T, B, *shape]`; of `Images` pixels / 255,
         `[B, C, H, W]`, for `spikefuse.nn.encode`.
     """
-    if isinstance(batch, Images):
+    if not isinstance(batch, Frames):
         return batch.pixels.to(dtype) / 255
     return unpack(batch.packed.transpose(0, 1).contiguous(), batch.bits, batch.shape).to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from itertools import count, islice
 from types import FunctionType
@@ -26,6 +27,9 @@ MAX_RENEWALS = 4
 MAX_CAPTURED = 16
 
 _numbers = count()
+
+# Where a network raises an error, capturing it fails first, and PyTorch would log that traceback.
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda _: not active.captures)
 
 
 class Captured:

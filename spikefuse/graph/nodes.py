@@ -138,7 +138,8 @@ def changes_something(node: fx.Node) -> bool:
     if target == "add_" and _is_counter(node.args[0]):
         return False
     if target in _UPDATING:
-        return arguments_of(node, target)[_UPDATING[target]] is not None
+        function: Any = target
+        return arguments_of(node, function)[_UPDATING[function]] is not None
     if isinstance(target, _CUSTOM_OPS):
         return not str(target).startswith("spikefuse.")
     if "out" in node.kwargs or node.kwargs.get("inplace"):

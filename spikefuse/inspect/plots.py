@@ -28,7 +28,7 @@ def raster(
 
     Args:
         spikes: such as `record["net.2"]["spikes"][:, 0]`; other values are drawn from white, the
-            lowest, to black.
+            lowest, to blue.
         axes: where to draw; by default, axes of a new figure of pyplot.
         title: of the axes.
         max_neurons: draw at most this many rows, of evenly spaced neurons.
@@ -41,7 +41,7 @@ def raster(
     axes = _axes_or_new(axes)
     count = len(rows)
     shown = torch.linspace(0, count - 1, min(count, max_neurons)).round().long()
-    axes.imshow(rows[shown].numpy(), cmap="binary", aspect="auto", interpolation="nearest")
+    axes.imshow(rows[shown].numpy(), cmap="Blues", aspect="auto", interpolation="nearest")
     neurons = "neurons" if len(shown) == count else f"{len(shown)} of {count} neurons"
     axes.set(xlabel="time step", ylabel=neurons, title=title)
     _whole_steps(axes)

@@ -41,5 +41,5 @@ def source(neuron: Neuron, backend: str = "numba") -> str:
         raise ValueError(f"backend is {backend!r}: expected one of {', '.join(BACKENDS)}")
     description = neuron.description()
     kinds = kinds_of(description.values(neuron))
-    made = prepare(neuron, backend, (*description.statics, ()), kinds)
+    made = prepare(neuron, backend, (*description.statics, ()), kinds, description.cache)
     return made.source(made.step.inputs, made.learnable())

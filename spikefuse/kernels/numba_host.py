@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import llvmlite.binding as llvm
 import numba
@@ -26,10 +27,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from spikefuse.kernels.busy import Watch
 from spikefuse.kernels.numba_runtime import global_compiler_lock, kernel
 
-# Neuron-steps from which a task is worth its own thread.
-MIN_TASK = 1 << 14
+# Neuron-steps from which a task is worth its own thread, measured where threads wait actively:
+# two threads take 10 us more than one for half of these, and less for four times as many.
+MIN_TASK = 1 << 15
 #: A unit of ranges in which no two threads write to the same cache line.
 LINE = 16
 
@@ -46,6 +49,8 @@ def shared(function: Callable[..., None], count: int, unit: int, work: int, *arg
         MemoryError: a kernel failed. On Python threads, the kernel's own exception.
     """
     threads = torch.get_num_threads()
+    if _watch is not None and threads > 1:
+        _watch.look(threads)
     share = -(-count // (min(threads, max(1, work // MIN_TASK)) * unit)) * unit
     if share >= count:
         function(0, count, *args)
@@ -61,13 +66,16 @@ def threads_for(work: int) -> int:
     return min(torch.get_num_threads(), max(1, work // MIN_TASK))
 
 
-_addresses: dict[Any, int] = {}
+_addresses: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 
 
 def _address(function: Any, args: tuple[Any, ...]) -> int:
     """Return the address of a kernel's machine code for these types of arguments."""
-    key = function, _type_key(args)
-    if key not in _addresses:
+    addresses = _addresses.get(function)
+    if addresses is None:
+        addresses = _addresses.setdefault(function, {})
+    key = _type_key(args)
+    if key not in addresses:
         kinds = types.intp, types.intp, *map(numba.typeof, args)
         function.compile(kinds)  # on another thread, which takes the lock
         with global_compiler_lock:
@@ -75,8 +83,8 @@ def _address(function: Any, args: tuple[Any, ...]) -> int:
             name = compiled.fndesc.llvm_func_name
             address = compiled.library.get_pointer_to_function(name)
         assert address and compiled.signature.return_type == types.none, name
-        _addresses[key] = address
-    return _addresses[key]
+        addresses[key] = address
+    return addresses[key]
 
 
 def _type_key(value: Any) -> Any:
@@ -93,10 +101,11 @@ _PARALLEL, _THREAD, _THREADS = (
 )
 
 
-def _register_openmp() -> bool:
-    """Register the OpenMP library that PyTorch is linked with; return whether there is one."""
+def _register_openmp() -> Any:
+    """Register the OpenMP library that PyTorch is linked with; return its `GOMP_parallel`, or None
+    if there is none."""
     if sys.platform != "linux":
-        return False
+        return None
     # A library loaded before PyTorch serves PyTorch too; otherwise libtorch_cpu.so depends on it.
     for place in (None, "libtorch_cpu.so"):
         try:
@@ -106,11 +115,15 @@ def _register_openmp() -> bool:
             continue
         for name, function in zip((_PARALLEL, _THREAD, _THREADS), found, strict=True):
             llvm.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
-        return True
-    return False
+        return found[0]
+    return None
 
 
-_has_openmp = _register_openmp()
+# Settings of users who have decided how threads wait.
+_WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+_parallel = _register_openmp()
+_has_openmp = _parallel is not None
+_watch = Watch(_parallel) if _has_openmp and not _WAITING & os.environ.keys() else None
 _FLAG, _BYTES = ir.IntType(32), ir.IntType(8).as_pointer()
 
 
@@ -184,8 +197,8 @@ _lock = threading.Lock()
 
 
 def _reset_after_fork() -> None:
-    global _has_openmp, _pool, _lock
-    _has_openmp, _pool, _lock = False, None, threading.Lock()
+    global _has_openmp, _watch, _pool, _lock
+    _has_openmp, _watch, _pool, _lock = False, None, None, threading.Lock()
 
 
 # Threads do not survive a fork.

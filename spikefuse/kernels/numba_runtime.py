@@ -136,7 +136,11 @@ def _on_compiler_thread(compile_: Callable[[Any], Any], signature: Any) -> Any:
 
     def run() -> Any:
         _compiler.is_here = True
-        return compile_(signature)
+        try:
+            return compile_(signature)
+        finally:
+            _alias_metadata.cache_clear()
+            _alias_scopes.cache_clear()
 
     return on_thread(run)
 
@@ -155,7 +159,7 @@ def _annotate(builder: Any, instruction: Any, slot: int) -> None:
     instruction.set_metadata("noalias", others)
 
 
-# Cached for the module that is being compiled, whose accesses are many and slots are few.
+# Cached for modules that are being compiled, whose accesses are many and slots are few.
 @lru_cache(maxsize=MAX_SLOTS)
 def _alias_metadata(module: Any, slot: int) -> tuple[Any, Any]:
     scopes = _alias_scopes(module)

@@ -25,12 +25,14 @@ from spikefuse.neurons.plif import PLIF
 from spikefuse.neurons.qif import QIF
 from spikefuse.neurons.refractory_lif import RefractoryLIF
 from spikefuse.neurons.se_ad_lif import SEAdLIF
+from spikefuse.neurons.sliding_psn import SlidingPSN
 from spikefuse.neurons.ternary_lif import TernaryLIF
 from spikefuse.neurons.two_compartment_lif import TwoCompartmentLIF
 
 # In the order in which they are offered and documented.
 __all__ = [  # noqa: RUF022
     "Neuron",
+    "SlidingPSN",
     "State",
     "LIF",
     "IF",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
-from spikefuse.neurons.firing import Firing
+from spikefuse.neurons.firing import Firing, Reset
 from spikefuse.neurons.parameters import Value, number
+from spikefuse.neurons.surrogate import Surrogate
 
 
 class AdLIF(Firing):
@@ -53,10 +52,14 @@ class AdLIF(Firing):
         coupling: Value = 0.5,
         jump: Value = 1.0,
         *,
-        reset: str = "soft",
-        **firing: Any,
+        reset: Reset = "soft",
+        v_reset: Value = 0.0,
+        detach_reset: bool = False,
+        surrogate: Surrogate | None = None,
     ) -> None:
-        super().__init__(threshold, reset=reset, **firing)
+        super().__init__(
+            threshold, reset=reset, v_reset=v_reset, detach_reset=detach_reset, surrogate=surrogate
+        )
         self.decay = number("decay", decay, 0.0, 1.0)
         self.adaptation_decay = number("adaptation_decay", adaptation_decay, 0.0, 1.0)
         self.coupling, self.jump = number("coupling", coupling), number("jump", jump)

@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
-from spikefuse.neurons.firing import Firing
+from spikefuse.neurons.firing import Firing, Reset
 from spikefuse.neurons.parameters import Value, number
 from spikefuse.neurons.surrogate import Surrogate
 
@@ -54,7 +54,7 @@ class AlphaLIF(Firing):
         threshold: Value = 1.0,
         *,
         gain: Value | None = None,
-        reset: str = "hard",
+        reset: Reset = "hard",
         detach_reset: bool = False,
         surrogate: Surrogate | None = None,
     ) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
+from spikefuse.neurons.firing import Reset
 from spikefuse.neurons.lif import LIF
 from spikefuse.neurons.parameters import Value, number
+from spikefuse.neurons.surrogate import Surrogate
 
 
 class CubaLIF(LIF):
@@ -46,9 +46,22 @@ class CubaLIF(LIF):
         current_decay: Value = 0.5,
         decay: Value = 0.5,
         threshold: Value = 1.0,
-        **firing: Any,
+        *,
+        decay_input: bool = False,
+        v_reset: Value = 0.0,
+        reset: Reset = "hard",
+        detach_reset: bool = False,
+        surrogate: Surrogate | None = None,
     ) -> None:
-        super().__init__(decay, threshold, **firing)
+        super().__init__(
+            decay,
+            threshold,
+            decay_input=decay_input,
+            v_reset=v_reset,
+            reset=reset,
+            detach_reset=detach_reset,
+            surrogate=surrogate,
+        )
         self.current_decay = number("current_decay", current_decay, 0.0, 1.0)
 
     def step(  # type: ignore[override]

@@ -105,7 +105,8 @@ class Neuron(Holder):
     #: Runs the neuron over time. `spikefuse.nn.neuron` assigns it: this package knows no kernels.
     forward: Callable[..., Any]
 
-    def step(self, *args: Any) -> Any:
+    # So annotated, it may be overridden by a step of any arguments.
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute one time step: `step(self, x, ..., v, ...)`, inputs first, then the states.
 
         Return the output, or a tuple of outputs, and the tuple of new states. Every operation

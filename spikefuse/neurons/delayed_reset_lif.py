@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from spikefuse.neurons.definition import States
+from spikefuse.neurons.firing import Reset
 from spikefuse.neurons.lif import LIF
 from spikefuse.neurons.parameters import Value
+from spikefuse.neurons.surrogate import Surrogate
 
 
 class DelayedResetLIF(LIF):
@@ -46,11 +46,21 @@ class DelayedResetLIF(LIF):
         decay: Value = 0.5,
         threshold: Value = 1.0,
         *,
-        reset: str = "soft",
+        reset: Reset = "soft",
         detach_reset: bool = True,
-        **firing: Any,
+        decay_input: bool = False,
+        v_reset: Value = 0.0,
+        surrogate: Surrogate | None = None,
     ) -> None:
-        super().__init__(decay, threshold, reset=reset, detach_reset=detach_reset, **firing)
+        super().__init__(
+            decay,
+            threshold,
+            reset=reset,
+            detach_reset=detach_reset,
+            decay_input=decay_input,
+            v_reset=v_reset,
+            surrogate=surrogate,
+        )
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         r = self.surrogate(v - self.threshold)

@@ -21,6 +21,12 @@ from spikefuse.neurons.learnable import Learnable
 from spikefuse.neurons.parameters import VERSION, Holder, registered, versions
 
 
+class Cache(dict[Hashable, Any]):
+    """A dictionary to which weak references may refer."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 class Description:
     """The values and constants of a neuron, or of a surrogate.
 
@@ -42,7 +48,7 @@ class Description:
         # Read first, so that no change by another thread is missed.
         self.versions = [v for _, m in modules if isinstance(m, Holder) for v in versions(m)]
         self.seen = [version.copy() for version in self.versions]
-        self.cache: dict[Hashable, Any] = {}
+        self.cache = Cache()
         self.tensors: list[str] = []
         self.constants: list[str] = []
         self.unknown: dict[str, str] = {}

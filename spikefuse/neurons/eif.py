@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
-from spikefuse.neurons.firing import Firing
+from spikefuse.neurons.firing import Firing, Reset
 from spikefuse.neurons.parameters import Value, number, positive
+from spikefuse.neurons.surrogate import Surrogate
 
 
 class EIF(Firing):
@@ -49,9 +48,15 @@ class EIF(Firing):
         v_rheobase: Value = 0.8,
         sharpness: Value = 1.0,
         threshold: Value = 1.0,
-        **firing: Any,
+        *,
+        v_reset: Value = 0.0,
+        reset: Reset = "hard",
+        detach_reset: bool = False,
+        surrogate: Surrogate | None = None,
     ) -> None:
-        super().__init__(threshold, **firing)
+        super().__init__(
+            threshold, v_reset=v_reset, reset=reset, detach_reset=detach_reset, surrogate=surrogate
+        )
         self.tau = positive("tau", tau)
         self.v_rest = number("v_rest", v_rest)
         self.v_rheobase = number("v_rheobase", v_rheobase)

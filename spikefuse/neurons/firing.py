@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from spikefuse.neurons.definition import Neuron
-from spikefuse.neurons.parameters import Value, number, options
+from spikefuse.neurons.parameters import Value, number
 from spikefuse.neurons.surrogate import Sigmoid, Surrogate
 
-RESETS = ("hard", "soft")
+Reset = Literal["hard", "soft"]
+RESETS = get_args(Reset)
 
 
 class Firing(Neuron):
@@ -27,18 +28,20 @@ class Firing(Neuron):
         TypeError, ValueError: a parameter has the wrong type, is out of range or is unknown.
     """
 
+    _option_hint = (
+        "decay_from_tau(tau) converts a time constant to a decay; docs/differences.md lists the "
+        "equivalents of other libraries' options"
+    )
+
     def __init__(
         self,
         threshold: Value = 1.0,
         v_reset: Value = 0.0,
-        reset: str = "hard",
+        reset: Reset = "hard",
         detach_reset: bool = False,
         surrogate: Surrogate | None = None,
-        **unknown: Any,
     ) -> None:
         super().__init__()
-        if unknown:
-            raise _unknown_option(type(self), next(iter(unknown)))
         if not isinstance(surrogate, Surrogate | None):
             raise TypeError(f"surrogate is {surrogate!r}: expected a surrogate like Sigmoid(4.0)")
         if v_reset is None:
@@ -67,11 +70,3 @@ class Firing(Neuron):
         """Return the potential after the reset caused by the spike `s`."""
         r = s.detach() if self.detach_reset else s
         return h * (1 - r) + self.v_reset * r if self.reset == "hard" else h - threshold * r
-
-
-def _unknown_option(cls: type[Firing], name: str) -> TypeError:
-    return TypeError(
-        f"{cls.__name__} has no option '{name}'; its options are {', '.join(options(cls)[0])}. "
-        "decay_from_tau(tau) converts a time constant to a decay; docs/differences.md lists the "
-        "equivalents of other libraries' options"
-    )

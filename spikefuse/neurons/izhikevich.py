@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
+from spikefuse.neurons.firing import Reset
 from spikefuse.neurons.parameters import Value, number, positive
 from spikefuse.neurons.qif import QIF
+from spikefuse.neurons.surrogate import Surrogate
 
 
 class Izhikevich(QIF):
@@ -54,9 +54,23 @@ class Izhikevich(QIF):
         coupling: Value = 0.1,
         jump: Value = 0.2,
         threshold: Value = 1.0,
-        **firing: Any,
+        *,
+        v_reset: Value = 0.0,
+        reset: Reset = "hard",
+        detach_reset: bool = False,
+        surrogate: Surrogate | None = None,
     ) -> None:
-        super().__init__(tau, v_rest, v_critical, a0, threshold, **firing)
+        super().__init__(
+            tau,
+            v_rest,
+            v_critical,
+            a0,
+            threshold,
+            v_reset=v_reset,
+            reset=reset,
+            detach_reset=detach_reset,
+            surrogate=surrogate,
+        )
         self.tau_recovery = positive("tau_recovery", tau_recovery)
         self.coupling = number("coupling", coupling)
         self.jump = number("jump", jump)

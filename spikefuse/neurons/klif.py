@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from spikefuse.neurons.definition import States
+from spikefuse.neurons.firing import Reset
 from spikefuse.neurons.lif import LIF
 from spikefuse.neurons.parameters import Value, positive
+from spikefuse.neurons.surrogate import Surrogate
 
 
 class KLIF(LIF):
@@ -50,9 +50,22 @@ class KLIF(LIF):
         k: Value = 1.0,
         channels: int | None = None,
         scale_reset: bool = False,
-        **firing: Any,
+        *,
+        decay_input: bool = False,
+        v_reset: Value = 0.0,
+        reset: Reset = "hard",
+        detach_reset: bool = False,
+        surrogate: Surrogate | None = None,
     ) -> None:
-        super().__init__(decay, threshold, **firing)
+        super().__init__(
+            decay,
+            threshold,
+            decay_input=decay_input,
+            v_reset=v_reset,
+            reset=reset,
+            detach_reset=detach_reset,
+            surrogate=surrogate,
+        )
         self.k = positive("k", k)
         if isinstance(self.k, float):
             shape = () if channels is None else (channels,)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
-from spikefuse.neurons.firing import Firing
+from spikefuse.neurons.firing import Firing, Reset
 from spikefuse.neurons.parameters import Value, number
+from spikefuse.neurons.surrogate import Surrogate
 
 
 def decay_from_tau(tau: float, dt: float = 1.0, exact: bool = False) -> float:
@@ -74,9 +74,14 @@ class LIF(Firing):
         threshold: Value = 1.0,
         *,
         decay_input: bool = False,
-        **firing: Any,
+        v_reset: Value = 0.0,
+        reset: Reset = "hard",
+        detach_reset: bool = False,
+        surrogate: Surrogate | None = None,
     ) -> None:
-        super().__init__(threshold, **firing)
+        super().__init__(
+            threshold, v_reset=v_reset, reset=reset, detach_reset=detach_reset, surrogate=surrogate
+        )
         self.decay = number("decay", decay, 0.0, 1.0)
         self.decay_input = bool(decay_input)
 

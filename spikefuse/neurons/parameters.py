@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABCMeta
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor, nn
@@ -40,6 +42,11 @@ def _changed(holder: Holder) -> None:
 class _HolderType(ABCMeta):
     """Reports changes of class constants. Derives from `ABCMeta` to allow abstract holders."""
 
+    def __new__(mcls, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> Any:
+        if "__init__" in members:
+            members["__init__"] = _explained(members["__init__"])
+        return super().__new__(mcls, name, bases, members)
+
     # Virtual subclasses are not supported: the ordinary check is faster.
     __instancecheck__ = type.__instancecheck__
 
@@ -50,6 +57,25 @@ class _HolderType(ABCMeta):
     def __delattr__(cls, name: str) -> None:
         super().__delattr__(name)
         _class_changed(cls)
+
+
+def _explained(init: Callable[..., None]) -> Callable[..., None]:
+    """Let a constructor raise an error that lists its options for one that it does not have."""
+    known = inspect.signature(init).parameters
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in known.values())
+
+    @wraps(init)
+    def constructor(self: Any, *args: Any, **values: Any) -> None:
+        for name in values:
+            if name not in known and not takes_any:
+                offered = ", ".join(options(type(self))[0])
+                hint = f". {self._option_hint}" if self._option_hint else ""
+                raise TypeError(
+                    f"{type(self).__name__} has no option '{name}'; its options are {offered}{hint}"
+                )
+        init(self, *args, **values)
+
+    return constructor
 
 
 def _class_changed(cls: type) -> None:
@@ -64,6 +90,9 @@ class Holder(nn.Module, metaclass=_HolderType):
     Tensors assigned to attributes become buffers: `.to()` moves them and `state_dict()` includes
     them. A value of any kind may replace a value of another kind.
     """
+
+    #: Is added to the error for an unknown option.
+    _option_hint: ClassVar[str] = ""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"

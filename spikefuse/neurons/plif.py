@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from spikefuse.neurons.firing import Reset
 from spikefuse.neurons.learnable import LearnableFraction
 from spikefuse.neurons.lif import LIF
 from spikefuse.neurons.parameters import Value
+from spikefuse.neurons.surrogate import Surrogate
 
 
 class PLIF(LIF):
@@ -35,6 +35,19 @@ class PLIF(LIF):
         decay: float = 0.5,
         threshold: Value = 1.0,
         channels: int | None = None,
-        **firing: Any,
+        *,
+        decay_input: bool = False,
+        v_reset: Value = 0.0,
+        reset: Reset = "hard",
+        detach_reset: bool = False,
+        surrogate: Surrogate | None = None,
     ) -> None:
-        super().__init__(LearnableFraction(decay, channels), threshold, **firing)
+        super().__init__(
+            LearnableFraction(decay, channels),
+            threshold,
+            decay_input=decay_input,
+            v_reset=v_reset,
+            reset=reset,
+            detach_reset=detach_reset,
+            surrogate=surrogate,
+        )

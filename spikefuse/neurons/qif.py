@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
-from spikefuse.neurons.firing import Firing
+from spikefuse.neurons.firing import Firing, Reset
 from spikefuse.neurons.parameters import Value, number, positive
+from spikefuse.neurons.surrogate import Surrogate
 
 
 class QIF(Firing):
@@ -46,9 +45,15 @@ class QIF(Firing):
         v_critical: Value = 0.8,
         a0: Value = 1.0,
         threshold: Value = 1.0,
-        **firing: Any,
+        *,
+        v_reset: Value = 0.0,
+        reset: Reset = "hard",
+        detach_reset: bool = False,
+        surrogate: Surrogate | None = None,
     ) -> None:
-        super().__init__(threshold, **firing)
+        super().__init__(
+            threshold, v_reset=v_reset, reset=reset, detach_reset=detach_reset, surrogate=surrogate
+        )
         self.tau = positive("tau", tau)
         self.v_rest = number("v_rest", v_rest)
         self.v_critical = number("v_critical", v_critical)

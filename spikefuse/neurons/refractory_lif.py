@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
+from spikefuse.neurons.firing import Reset
 from spikefuse.neurons.lif import LIF
 from spikefuse.neurons.parameters import Value, whole
+from spikefuse.neurons.surrogate import Surrogate
 
 
 class RefractoryLIF(LIF):
@@ -40,9 +40,26 @@ class RefractoryLIF(LIF):
     pause = State()
 
     def __init__(
-        self, decay: Value = 0.5, threshold: Value = 1.0, refractory: int = 2, **firing: Any
+        self,
+        decay: Value = 0.5,
+        threshold: Value = 1.0,
+        refractory: int = 2,
+        *,
+        decay_input: bool = False,
+        v_reset: Value = 0.0,
+        reset: Reset = "hard",
+        detach_reset: bool = False,
+        surrogate: Surrogate | None = None,
     ) -> None:
-        super().__init__(decay, threshold, **firing)
+        super().__init__(
+            decay,
+            threshold,
+            decay_input=decay_input,
+            v_reset=v_reset,
+            reset=reset,
+            detach_reset=detach_reset,
+            surrogate=surrogate,
+        )
         self.refractory = whole("refractory", refractory, 0)
 
     def step(  # type: ignore[override]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from spikefuse.neurons.ad_lif import AdLIF
 from spikefuse.neurons.definition import States
+from spikefuse.neurons.firing import Reset
 from spikefuse.neurons.parameters import Value
+from spikefuse.neurons.surrogate import Surrogate
 
 
 class SEAdLIF(AdLIF):
@@ -51,10 +51,22 @@ class SEAdLIF(AdLIF):
         coupling: Value = 30.0,
         jump: Value = 60.0,
         *,
-        reset: str = "hard",
-        **firing: Any,
+        reset: Reset = "hard",
+        v_reset: Value = 0.0,
+        detach_reset: bool = False,
+        surrogate: Surrogate | None = None,
     ) -> None:
-        super().__init__(decay, threshold, adaptation_decay, coupling, jump, reset=reset, **firing)
+        super().__init__(
+            decay,
+            threshold,
+            adaptation_decay,
+            coupling,
+            jump,
+            reset=reset,
+            v_reset=v_reset,
+            detach_reset=detach_reset,
+            surrogate=surrogate,
+        )
 
     def step(self, x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, States]:
         s, v = self.fire(self.charge(x, v, w), self.threshold)

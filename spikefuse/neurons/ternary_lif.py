@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from spikefuse.neurons.definition import States
+from spikefuse.neurons.firing import Reset
 from spikefuse.neurons.lif import LIF
 from spikefuse.neurons.parameters import Value, positive
+from spikefuse.neurons.surrogate import Surrogate
 
 
 class TernaryLIF(LIF):
@@ -36,8 +36,26 @@ class TernaryLIF(LIF):
         TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
-    def __init__(self, decay: Value = 0.5, threshold: Value = 1.0, **firing: Any) -> None:
-        super().__init__(decay, positive("threshold", threshold), **firing)
+    def __init__(
+        self,
+        decay: Value = 0.5,
+        threshold: Value = 1.0,
+        *,
+        decay_input: bool = False,
+        v_reset: Value = 0.0,
+        reset: Reset = "hard",
+        detach_reset: bool = False,
+        surrogate: Surrogate | None = None,
+    ) -> None:
+        super().__init__(
+            decay,
+            positive("threshold", threshold),
+            decay_input=decay_input,
+            v_reset=v_reset,
+            reset=reset,
+            detach_reset=detach_reset,
+            surrogate=surrogate,
+        )
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         h = self.charge(x, v)

@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
-from spikefuse.neurons.firing import Firing
+from spikefuse.neurons.firing import Firing, Reset
 from spikefuse.neurons.learnable import LearnableFraction
 from spikefuse.neurons.parameters import Value, number
+from spikefuse.neurons.surrogate import Surrogate
 
 
 class TwoCompartmentLIF(Firing):
@@ -54,10 +55,14 @@ class TwoCompartmentLIF(Firing):
         gamma: Value = 0.5,
         channels: int | None = None,
         *,
-        reset: str = "soft",
-        **firing: Any,
+        reset: Reset = "soft",
+        v_reset: Value = 0.0,
+        detach_reset: bool = False,
+        surrogate: Surrogate | None = None,
     ) -> None:
-        super().__init__(threshold, reset=reset, **firing)
+        super().__init__(
+            threshold, reset=reset, v_reset=v_reset, detach_reset=detach_reset, surrogate=surrogate
+        )
         self.feedback: Any = LearnableFraction(feedback, channels)
         self.drive: Any = LearnableFraction(drive, channels)
         self.gamma = number("gamma", gamma)

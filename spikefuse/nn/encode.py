@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spikefuse.scan.checks import is_plain
+
 __all__ = ["delta", "direct", "latency", "poisson", "population"]
 
 
@@ -49,12 +51,15 @@ def poisson(x: Tensor, num_steps: int, generator: torch.Generator | None = None)
         Zeros and ones `[T, B, ...]` in the dtype of `x`.
 
     Raises:
-        TypeError, ValueError: `x` is not a floating-point tensor or has no batch dimension;
-            `num_steps` < 1; the generator is on another device.
+        TypeError, ValueError: `x` is not a floating-point tensor or has no batch dimension, or, on
+            a CPU, has values of 2 or more, which are no probabilities; `num_steps` < 1; the
+            generator is on another device.
     """
     _check(x, num_steps)
     if not x.is_floating_point():
         raise TypeError(f"x is {x.dtype}: expected spike probabilities, such as pixels / 255")
+    if x.device.type == "cpu" and is_plain((x,)) and x.numel() and x.max() >= 2:
+        raise ValueError(f"x is up to {x.max():g}: expected probabilities, such as pixels / 255")
     if generator is not None and generator.device.type != x.device.type:
         raise ValueError(
             f"generator is on {generator.device}, x on {x.device}: create it with "

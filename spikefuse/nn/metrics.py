@@ -19,7 +19,11 @@ def accuracy_by_rate(spikes: Tensor, target: Tensor) -> Tensor:
 
     Returns:
         A scalar, float32, on the device of the spikes.
+
+    Raises:
+        TypeError, ValueError: wrong dtypes or shapes.
     """
+    _check(spikes, target)
     counts = spikes.sum(0, dtype=torch.promote_types(spikes.dtype, torch.float32))
     return (counts.argmax(-1) == target).float().mean()
 
@@ -36,6 +40,29 @@ def accuracy_by_first_spike(spikes: Tensor, target: Tensor) -> Tensor:
 
     Returns:
         A scalar, float32, on the device of the spikes.
+
+    Raises:
+        TypeError, ValueError: wrong dtypes or shapes.
     """
+    _check(spikes, target)
     time, first = first_spike_time(spikes.detach()).min(-1)
     return torch.where(time < len(spikes), first == target, False).float().mean()
+
+
+def _check(spikes: Tensor, target: Tensor) -> None:
+    """Check the shapes, since a comparison would broadcast `[B, 1]` or `[1]` without an error."""
+    if spikes.ndim != 3 or not len(spikes):
+        raise ValueError(
+            f"the outputs have shape {list(spikes.shape)}: expected [T, B, N] with T >= 1"
+        )
+    if target.dtype == torch.bool or target.is_floating_point() or target.is_complex():
+        raise TypeError(
+            f"target is {target.dtype}: expected integer class indices; those of class "
+            "probabilities or one-hot rows [B, N] are target.argmax(-1)"
+        )
+    num = spikes.shape[1]
+    if target.shape != (num,):
+        raise ValueError(
+            f"target has shape {list(target.shape)}: expected a class index for each of {num} "
+            f"samples, [{num}]"
+        )

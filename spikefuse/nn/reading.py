@@ -1,4 +1,4 @@
-"""Notes on errors inside a network: how its container read the inputs."""
+"""Errors inside a network: a note on how its container read the inputs, and short tracebacks."""
 
 from __future__ import annotations
 
@@ -58,3 +58,12 @@ def note_on(
     if missing:
         note += ": for a static image use spikefuse.nn.encode.direct or unsqueeze"
     return note
+
+
+def inside(net: nn.Module, error: Exception) -> Exception:
+    """Return an error whose traceback begins in the network's `forward`, if it was raised there."""
+    code = getattr(type(net).forward, "__code__", None)
+    place = error.__traceback__
+    while place is not None and place.tb_frame.f_code is not code:
+        place = place.tb_next
+    return error if place is None else error.with_traceback(place)

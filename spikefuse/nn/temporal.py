@@ -18,7 +18,7 @@ from spikefuse.nn.call import TemporalCall, saving_spikes
 from spikefuse.nn.checkpoint import containers
 from spikefuse.nn.nesting import map_tensors, map_values, named_values
 from spikefuse.nn.neuron import IMPLEMENTATIONS, check_module
-from spikefuse.nn.reading import note_on
+from spikefuse.nn.reading import inside, note_on
 from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.checks import refuse_export
 from spikefuse.scan.layout import flatten_steps
@@ -193,12 +193,13 @@ class Temporal(nn.Module):
                     with saving_spikes():
                         folded = run_folded(self.net, args, kwargs)
         except Exception as error:
-            if not traced:
-                order = "[B, T, ...]" if self.batch_first else "[T, B, ...]"
-                note = note_on(error, self.net, sequences, num_steps, batch, order)
-                if note:
-                    error.add_note(note)
-            raise
+            if traced:
+                raise
+            order = "[B, T, ...]" if self.batch_first else "[T, B, ...]"
+            note = note_on(error, self.net, sequences, num_steps, batch, order)
+            if note:
+                error.add_note(note)
+            raise inside(self.net, error)  # noqa: B904 (it is the same error)
         if call.passing is not None:
             call.passing.end()
 

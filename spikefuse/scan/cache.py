@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -54,6 +55,16 @@ def load(source: str, name: str, language: str) -> ModuleType:
         del sys.modules[module_name]
         raise
     return module
+
+
+def unload(module: ModuleType, kernels: Iterable[str]) -> None:
+    """Let the machine code of a module's kernels be freed; another `load` finds it on disk.
+
+    Numba holds the variables of a module, and with them its kernels, until these are freed.
+    """
+    sys.modules.pop(module.__name__, None)
+    for name in kernels:
+        vars(module).pop(name, None)
 
 
 def _ensure(path: Path, source: str) -> None:

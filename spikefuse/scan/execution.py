@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.kernels.triton_runtime import TritonLaunch
+from spikefuse.neurons.description import Cache
 from spikefuse.scan.layout import MAX_STRIDES, layout_of, outer_stride
 from spikefuse.scan.program import CHANNEL, FLOAT, SCALAR, Launch, Launcher, Variant, program
 from spikefuse.scan.records import Arguments, MaybeTensors, Results, Tensors, Wanted
@@ -47,7 +48,8 @@ class Execution:
         memory = self.layout.shape, self.layout.all_strides
         self._new_sequence = partial(torch.empty_strided, *memory)
         self._inputs = inputs
-        self._launches: dict[Hashable, Launch] = {}
+        self._launches = Cache()
+        self.program.launches.add(self._launches)
         #: Whether no kernel has been asked for yet.
         self.is_new = True
         #: Whether the kernels of a first backward pass are being compiled, see `compile_backward`.

@@ -299,7 +299,7 @@ def choose(definition: Neuron, x: Tensor, wanted: Wanted) -> tuple[str, list[flo
         description = definition.description()
         cache, values = description.cache, description.values(definition)
         selected, statics = with_outputs(definition, outputs), (*description.statics, outputs)
-        made = prepare(selected, backend, statics, kinds_of(values))
+        made = prepare(selected, backend, statics, kinds_of(values), cache)
         name, used = made.name, made.step.params
     scalars, params = [], []
     for label in used:

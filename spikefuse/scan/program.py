@@ -11,6 +11,7 @@ from functools import cache, cached_property
 from itertools import compress
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from spikefuse.compiler.trace import Step, trace_step
 from spikefuse.compiler.variables import KERNELS, Variables
 from spikefuse.kernels.threads import compiling, on_thread
 from spikefuse.neurons.definition import Neuron
-from spikefuse.neurons.description import bind
+from spikefuse.neurons.description import Cache, bind
 from spikefuse.scan import cache as files
 from spikefuse.scan.layout import Layout
 
@@ -150,6 +151,11 @@ class Program:
     definition: Neuron = field(compare=False, repr=False)
     #: By the arguments of `source`.
     modules: dict[tuple[Any, ...], ModuleType] = field(default_factory=dict)
+    #: The caches of the neurons that run it, or None where its users are not known, as those of
+    #: captured graphs.
+    users: WeakSet[Cache] | None = field(default_factory=WeakSet, compare=False, repr=False)
+    #: The launches of its kernels, which each `Execution` prepares.
+    launches: WeakSet[Cache] = field(default_factory=WeakSet, compare=False, repr=False)
 
     @cached_property
     def name(self) -> str:
@@ -207,10 +213,15 @@ class Program:
         # Numba's cache is keyed by the file, so neurons that differ in their gradients only share
         # the machine code of a forward kernel of its own.
         key = (*key, (kernel,) if self.backend == "numba" else KERNELS)
-        if key not in self.modules:
-            with compiling:
+        module = self.modules.get(key)
+        found = getattr(module, kernel, None)
+        if found is not None:
+            return found
+        with compiling:
+            if key not in self.modules:
+                _drop_unused(self)
                 self.modules[key] = files.load(self.source(*key), self.step.name, self.backend)
-        return getattr(self.modules[key], kernel)
+            return getattr(self.modules[key], kernel)
 
     def source(
         self,
@@ -301,6 +312,26 @@ def requires_grad(name: str, *flags: Any) -> tuple[bool, ...]:
     return _requires_grad(name, *flags)
 
 
+def _drop_unused(current: Program) -> None:
+    """Drop the machine code of Numba's programs that no neuron runs any longer, except `current`.
+
+    A later call, such as a backward pass of a neuron that is gone, loads it from disk, for good.
+    """
+    loaded = [own for own in _by_name.values() if own.backend == "numba" and own.modules]
+    unused = [o for o in loaded if o.users is not None and not o.users and o is not current]
+    # Neurons that differ in their gradients only share modules.
+    others = [own for own in loaded if not any(own is o for o in unused)]
+    shared = {id(module) for own in others for module in own.modules.values()}
+    for own in unused:
+        for module in own.modules.values():
+            if id(module) not in shared:
+                files.unload(module, KERNELS)
+        own.modules.clear()
+        own.users = None
+        for launches in own.launches:
+            launches.clear()
+
+
 def kinds_of(values: Mapping[str, float | Tensor]) -> Kinds:
     """The kinds of a definition's run-time values."""
 
@@ -312,16 +343,30 @@ def kinds_of(values: Mapping[str, float | Tensor]) -> Kinds:
     return tuple([(name, kind(value)) for name, value in values.items()])
 
 
-def prepare(definition: Neuron, backend: str, statics: tuple[Any, ...], kinds: Kinds) -> Program:
+def prepare(
+    definition: Neuron,
+    backend: str,
+    statics: tuple[Any, ...],
+    kinds: Kinds,
+    user: Cache | None = None,
+) -> Program:
     """The program of a definition.
 
     Args:
         statics: those of the description of `definition`.
+        user: the cache of a neuron that may call the program; without, its kernels are never
+            dropped.
     """
     signature = (statics, backend, kinds)
-    found = _by_signature.get(signature)
-    if found is not None:
-        return found
+    found = _by_signature.get(signature) or _new(definition, backend, signature, kinds)
+    if user is None:
+        found.users = None
+    elif found.users is not None:
+        found.users.add(user)
+    return found
+
+
+def _new(definition: Neuron, backend: str, signature: tuple[Any, ...], kinds: Kinds) -> Program:
     with compiling:
         step, reverse, model = _without_modes(_trace, definition, dict(kinds))
         used = tuple(dict(kinds)[name] for name in step.params)
@@ -370,5 +415,5 @@ def skeleton(definition: Neuron) -> Neuron:
     for module in copy.modules():
         # The description reads the tensors of the original; hooks may refer to anything.
         fresh = {key: value for key, value in vars(nn.Module()).items() if "hook" in key}
-        module.__dict__.update(fresh, _known=None)
+        module.__dict__.update(fresh, _description=None)
     return copy

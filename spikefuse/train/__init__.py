@@ -4,18 +4,23 @@ Only `config` and `cli` import quickly; the other modules need the extra `spikef
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
 
-__all__ = ["Classifier", "ConfigError", "DataModule", "TrainConfig"]
+if TYPE_CHECKING:
+    from spikefuse.train.classifier import Classifier
+    from spikefuse.train.data_module import DataModule
+    from spikefuse.train.from_python import fit
 
-_LAZY = {"Classifier": "classifier", "DataModule": "data_module"}
+__all__ = ["Classifier", "ConfigError", "DataModule", "TrainConfig", "fit"]
+
+_LAZY = {"Classifier": "classifier", "DataModule": "data_module", "fit": "from_python"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import `Classifier` and `DataModule`, and with them Lightning, when they are first used."""
+    """Import what needs Lightning when it is first used."""
     if name in _LAZY:
         return getattr(import_module(f"spikefuse.train.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'spikefuse.train' has no attribute {name!r}")

@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from spikefuse.data import Examples
 from spikefuse.data.files import replacing
+from spikefuse.inspect.record import are_spikes, firing_rate, record
+from spikefuse.train.batches import contents
 from spikefuse.train.checkpoint import BEST, LAST
 from spikefuse.train.classifier import LOG_EVERY_STEPS, best_epoch
 from spikefuse.train.output import show
 from spikefuse.train.signals import SignalHandler
 
+OBSERVED = 32  # validation examples whose spikes are counted
+LONG_WAIT = 0.2  # share of an epoch that a user should hear of
 REFRESH_SECONDS = 0.25
 # Time between checkpoints within a long epoch.
 SAVE_SECONDS = 600.0
@@ -61,15 +67,16 @@ class ProgressReporter(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         row, width = module.history[-1], len(str(trainer.max_epochs))
-        dropped = f"dropped {100 * row['dropped']:.2g} %  " if row.get("dropped") else ""
         show(
             f"epoch {row['epoch']:{width}.0f}/{trainer.max_epochs}  "
-            f"loss {row['train_loss']:.4f}  accuracy {100 * row['train_accuracy']:6.2f} %  "
-            f"validation: loss {row['val_loss']:.4f}  "
-            f"accuracy {100 * row['val_accuracy']:6.2f} %  "
-            f"{dropped}waiting for data {100 * row['data_wait']:.1f} %  "
-            f"{row['images_per_second']:,.0f} images/s"
+            f"loss {row['train_loss']:.4f} acc {100 * row['train_accuracy']:5.2f} %  "
+            f"val loss {row['val_loss']:.4f} acc {100 * row['val_accuracy']:5.2f} %  "
+            f"{row['images_per_second']:,.0f} img/s"
         )
+        if row.get("dropped"):
+            show(f"  dropped {100 * row['dropped']:.2g} % of the gradients")
+        if row["data_wait"] > LONG_WAIT:
+            show(f"  {100 * row['data_wait']:.0f} % of the time went into waiting for data")
 
     def on_train_end(self, *_: Any) -> None:
         if hasattr(self, "bar"):
@@ -97,13 +104,17 @@ class MetricsWriter(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         row = module.history[-1]
+        row["lr"] = float(f"{float(trainer.optimizers[0].param_groups[0]['lr']):.6g}")
+        examples = trainer.datamodule.validation  # type: ignore[attr-defined]
+        row.update(firing(module, examples[: min(OBSERVED, len(examples))]))
         for name, value in row.items():
             stage, _, quantity = name.partition("_")
             tag = f"{quantity}/{stage}" if stage in ("train", "val") else name
             if name not in ("epoch", "step"):
                 self.writer.add_scalar(tag, value, int(row["step"]))
         with replacing(self.directory / METRICS) as path, path.open("w", newline="") as file:
-            table = csv.DictWriter(file, list(row))
+            names = dict.fromkeys(name for row in module.history for name in row)
+            table = csv.DictWriter(file, names)
             table.writeheader()
             table.writerows(module.history)
 
@@ -113,6 +124,25 @@ class MetricsWriter(Callback):
 
     def on_exception(self, *_: Any) -> None:
         self.on_train_end()
+
+
+def firing(module: Any, examples: Examples) -> dict[str, float]:
+    """The share of neurons that fire in a step, and of those that never fire, of each layer."""
+    if module.config.on_events or module.processes.time > 1:
+        return {}  # the history has the activity of events; a sequence may be shared
+    was_training = module.net.training
+    module.net.eval()
+    batch = contents(examples.to(module.device), packed=False)
+    devices = [module.device] if module.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices), record(module.net.net) as recorded:
+        module.net(module.encode(batch))
+    module.net.train(was_training)
+    found = {}
+    for name, spikes in recorded.of("spikes").items():
+        if are_spikes(spikes):
+            found[f"rate_{name}"] = firing_rate(spikes)
+            found[f"silent_{name}"] = float((spikes == 0).all(0).all(0).float().mean())
+    return found
 
 
 class CheckpointSaver(Checkpoint):

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import torch
+
 import spikefuse
 from spikefuse.data import DataError
 from spikefuse.data.files import ENVIRONMENT
@@ -47,7 +49,7 @@ examples:
   spikefuse train --neuron plif -T 16 --seed 1
   spikefuse train --dataset mnist --download --model resnet18 -T 32 --encoding poisson \\
       --epochs 5 --batch-size 100 --shift 0
-  spikefuse train --config configs/temporal-fusion-mnist-resnet18.yaml --download
+  spikefuse train --config temporal-fusion-mnist-resnet18 --download
   spikefuse train --model my_code:small --dataset my_code:shapes          code in my_code.py, here
   spikefuse train --dataset folder --data-dir photos --size 64                   images of your own
   spikefuse train --dataset events --data-dir recordings --model resnet18    recordings of your own
@@ -141,7 +143,7 @@ def _add_train(commands: Any) -> None:
         "--config",
         type=Path,
         metavar="YAML",
-        help="file of options; the command line overrides it",
+        help="file of options, or the name of a recipe; the command line overrides it",
     )
     group.add_argument(
         "--resume", type=Path, metavar="CKPT", help="checkpoint, or folder, of the run to continue"
@@ -291,6 +293,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
         given = {**recipe.read(arguments.config), **given}
     config = TrainConfig(**given)  # reports errors before the slow imports
+    if _main_process():
+        output.show(f"spikefuse {spikefuse.__version__}, PyTorch {torch.__version__}: starting")
     from spikefuse.train import checkpoint, run
     from spikefuse.train.processes import PeerLost
     from spikefuse.train.signals import RunInterrupted
@@ -363,8 +367,6 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 def _predict(arguments: argparse.Namespace) -> int:
     """Print predictions as they are computed, JSON at the end; return 1 if a file failed."""
-    from tqdm import tqdm
-
     from spikefuse.train import predict
 
     for name in ("top", "batch_size"):
@@ -375,18 +377,16 @@ def _predict(arguments: argparse.Namespace) -> int:
 
     def report(error: str) -> None:
         failed.append(error)
-        tqdm.write(f"spikefuse predict: error: {error}", file=sys.stderr)
+        output.write(f"spikefuse predict: error: {error}", file=sys.stderr)
 
     files = predict.find_files(network, arguments.files)
-    # The bar is shown on terminals only.
-    bar = tqdm(files, "predict", unit="file", disable=None if len(files) > 1 else True, leave=False)
-    examples = predict.read_examples(network, bar, report)
+    examples = predict.read_examples(network, output.progress(files, "predict"), report)
     rows = predict.classify(network, examples, arguments.batch_size, arguments.top)
     if arguments.json:
         keys = "file", "class", "probability"
-        tqdm.write(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
+        output.write(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
     elif arguments.csv:
-        table = SimpleNamespace(write=partial(tqdm.write, end=""))
+        table = SimpleNamespace(write=partial(output.write, end=""))
         writer = csv.writer(table, lineterminator="\n")
         writer.writerow(("file", "class", "probability"))
         writer.writerows(rows)
@@ -394,8 +394,8 @@ def _predict(arguments: argparse.Namespace) -> int:
         width, label_width = (max(map(len, map(str, w))) for w in (files, network.classes))
         for i, (file, label, probability) in enumerate(rows):
             if i == 0:
-                tqdm.write(f"{'file':<{width}}  {'class':<{label_width}}  probability")
-            tqdm.write(f"{file:<{width}}  {label:<{label_width}}  {probability:11.4f}")
+                output.write(f"{'file':<{width}}  {'class':<{label_width}}  probability")
+            output.write(f"{file:<{width}}  {label:<{label_width}}  {probability:11.4f}")
     return 1 if failed else 0
 
 

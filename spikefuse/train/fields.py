@@ -104,10 +104,8 @@ def _check(name: str, value: Any, kind: type, allowed: Any) -> None:
             near = begun or difflib.get_close_matches(word, allowed or (), 1)
             hint = f"did you mean {near[0]}? " if near else ""
             if name == "dataset" and word and (os.sep in value or os.path.isdir(value)):
-                place = shlex.quote(value)
-                hint = (
-                    f"train on images in a folder with --dataset folder --data-dir {place}; else "
-                )
+                options = f"--dataset folder --data-dir {shlex.quote(value)}"
+                hint = f"for images in a folder add {options} (for recordings --dataset events); "
             found = f"unknown {name} {_shown(value)}: {hint}"
             names = [*allowed][:_SHOWN]
             rest = f" or {len(allowed) - _SHOWN} others (--help)" if len(allowed) > _SHOWN else ""

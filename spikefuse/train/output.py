@@ -7,14 +7,36 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+try:
+    from tqdm import tqdm
+except ModuleNotFoundError:  # predictions need no progress bar
+    tqdm = None
+
+
+def write(text: str, file: Any = None, end: str = "\n") -> None:
+    """Print above a progress bar, if there is one."""
+    if tqdm is None:
+        print(text, file=file, end=end)
+    else:
+        tqdm.write(text, file=file, end=end)
+
+
+def progress(files: list[Path], description: str) -> Iterable[Path]:
+    """Show a progress bar over several files, on terminals only."""
+    if tqdm is None or len(files) < 2:
+        return files
+    bar: Iterable[Path] = tqdm(files, description, unit="file", disable=None, leave=False)
+    return bar
 
 
 def show(text: str) -> None:
     """Print lines of a run, which continues if the pipe is closed or the disk is full."""
-    from tqdm import tqdm  # prints above a progress bar
-
     with contextlib.suppress(OSError):
-        tqdm.write(text)
+        write(text)
     flush()
 
 

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from spikefuse.data.files import replacing
 from spikefuse.inspect.plots import raster
-from spikefuse.inspect.record import are_spikes, firing_rate
-from spikefuse.nn import Events, record
+from spikefuse.inspect.record import are_spikes, firing_rate, record
+from spikefuse.nn import Events
 from spikefuse.train.checkpoint import EpochMetrics
 from spikefuse.train.classifier import Classifier, best_epoch
 
 PANEL = (3.6, 2.6)  # inches
+MAX_CLASSES = 12  # of which names fit beside a panel
 IMAGE: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
 
 
@@ -66,7 +67,11 @@ def plot_raster(module: Classifier, pixels: Tensor, label: int, path: Path) -> N
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
 
     classes = module.config.data.classes
-    _plot_input(panels[0], x, classes[label])
+    predicted = int(output.mean(0).argmax())
+    color = "tab:green" if predicted == label else "tab:red"
+    title = f"class: {classes[label]}, predicted: {classes[predicted]}"
+    figure.suptitle(title, color=color, fontsize=11)
+    _plot_input(panels[0], x)
     for axes, (name, layer) in zip(panels[1:], spikes.items(), strict=False):
         shape = " × ".join(map(str, layer.shape[1:]))
         kind = f"{100 * firing_rate(layer):.1f} % firing" if are_spikes(layer) else "potentials"
@@ -78,10 +83,10 @@ def plot_raster(module: Classifier, pixels: Tensor, label: int, path: Path) -> N
     _save(figure, path)
 
 
-def _plot_input(axes: Axes, x: Tensor, label: str) -> None:
-    axes.set_title(f"input: {label}")
+def _plot_input(axes: Axes, x: Tensor) -> None:
+    axes.set_title("input", fontsize=8)
     if x.ndim == 2:
-        axes.imshow(x.T.numpy(), cmap="binary", **IMAGE)
+        axes.imshow(x.T.numpy(), cmap="Blues", **IMAGE)
         axes.set(xlabel="time step", ylabel="units")
         return
     axes.imshow(x.mean((0, 1)).numpy(), cmap="gray")
@@ -91,10 +96,14 @@ def _plot_input(axes: Axes, x: Tensor, label: str) -> None:
 def _plot_output(axes: Axes, output: Tensor, classes: tuple[str, ...]) -> None:
     steps = torch.arange(1, len(output) + 1)
     means = output.cumsum(0) / steps.unsqueeze(1)
-    image = axes.imshow(means.T.numpy(), cmap="viridis", **IMAGE)
+    shown = means[-1].topk(min(MAX_CLASSES, len(classes))).indices.sort().values
+    image = axes.imshow(means[:, shown].T.numpy(), cmap="viridis", **IMAGE)
     axes.figure.colorbar(image, ax=axes)
-    axes.set_title(f"running mean of the output: {classes[int(output.mean(0).argmax())]}")
-    axes.set(xlabel="time step", yticks=range(len(classes)), yticklabels=classes)
+    most = "" if len(shown) == len(classes) else f", {len(shown)} of {len(classes)} classes"
+    axes.set_title(f"running mean of the output{most}", fontsize=8)
+    names = [classes[i] if len(classes[i]) <= 14 else f"{classes[i][:13]}…" for i in shown]
+    axes.set(xlabel="time step", yticks=range(len(shown)), yticklabels=names)
+    axes.tick_params(axis="y", labelsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 

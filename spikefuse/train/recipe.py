@@ -17,18 +17,29 @@ from spikefuse.train.run_options import RunOptions
 PLACE = ("config", "resume", *(f.name for f in fields(RunOptions)))
 
 
+#: The recipes of this package, by name.
+RECIPES = {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
+
+
 def read(path: Path) -> dict[str, Any]:
     """Read a recipe; the keys of the result are names of `TrainConfig` fields.
+
+    Args:
+        path: a file, or the name of one of `RECIPES`.
 
     Raises:
         ConfigError: the file is missing or not YAML, or has an unknown or invalid entry.
     """
+    if not path.exists():
+        path = RECIPES.get(str(path), path)
     try:
         entries = _entries(path.read_text())
     except ConfigError as error:
         raise ConfigError(f"config {path}, {error}") from error
     except OSError as error:
-        raise ConfigError(f"cannot read config {path}: {error.strerror or error}") from error
+        near = difflib.get_close_matches(path.stem, RECIPES, 1, 0.4)
+        hint = f"; a recipe is called {near[0]}" if near and not path.exists() else ""
+        raise ConfigError(f"cannot read config {path}: {error.strerror or error}{hint}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
         place = "" if where is None else f", line {where.line + 1}"

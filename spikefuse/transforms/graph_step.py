@@ -10,11 +10,11 @@ import contextlib
 import gc
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial, update_wrapper
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,30 @@ from spikefuse.nn.nesting import flatten, key_of, map_tensors, unflatten
 from spikefuse.nn.stream import Stream
 from spikefuse.transforms.learning_rates import LearningRates
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 #: `DistributedDataParallel` rearranges its buckets in its first steps.
 DDP_WARMUP = 11
 PARTS = nn.Module | Optimizer
 CONSTANTS = bool | int | float | complex | str | bytes | None | Enum | torch.dtype | torch.device
+
+
+@overload
+def graph_step(  # type: ignore[overload-overlap]  # a module can be called, too
+    *parts: nn.Module | Optimizer, warmup: int = 3, max_graphs: int = 8, fallback: bool = False
+) -> Callable[[Callable[P, R]], GraphStep[P, R]]: ...
+
+
+@overload
+def graph_step(
+    step: Callable[P, R],
+    /,
+    *parts: nn.Module | Optimizer,
+    warmup: int = 3,
+    max_graphs: int = 8,
+    fallback: bool = False,
+) -> GraphStep[P, R]: ...
 
 
 def graph_step(*parts: Any, warmup: int = 3, max_graphs: int = 8, fallback: bool = False) -> Any:
@@ -92,12 +112,12 @@ def graph_step(*parts: Any, warmup: int = 3, max_graphs: int = 8, fallback: bool
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
-    make = partial(GraphStep, warmup=warmup, max_graphs=max_graphs, fallback=fallback)
+    make: Any = partial(GraphStep, warmup=warmup, max_graphs=max_graphs, fallback=fallback)
     is_decorator = not parts or isinstance(parts[0], PARTS)
     return (lambda step: make(step, *parts)) if is_decorator else make(*parts)
 
 
-class GraphStep:
+class GraphStep(Generic[P, R]):
     """The result of `graph_step`.
 
     Attributes:
@@ -145,7 +165,7 @@ class GraphStep:
         self._graphs.clear()
         self._eager_calls.clear()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         leaves, structure = flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         on_gpu = any(map(capture.is_cuda, tensors))

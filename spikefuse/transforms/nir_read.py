@@ -10,18 +10,19 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import add
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from spikefuse import hdf5
 from spikefuse.neurons import IF, LI, LIF, CubaLIF
 from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.surrogate import Sigmoid, Surrogate
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.recurrent import Recurrent
-from spikefuse.transforms import nir_file
 from spikefuse.transforms.converters.common import Above, Refusal
 from spikefuse.transforms.converters.norse import SynapticLI
 from spikefuse.transforms.nir_layers import Scale, Threshold, check_dt, package
@@ -84,13 +85,24 @@ def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx
 
 
 def _graph_in(path: str | os.PathLike[str]) -> Any:
-    # The check of types refuses parameters with one value for all neurons.
-    content = {**nir_file.load(path), "type_check": False}
+    reader = Path(__file__).with_name("nir_file.py")
+    content: dict[str, Any] = {}
     try:
-        return package().dict2NIRNode(content)
+        names, *arrays = hdf5.arrays(reader, path)
+        for name, array in zip(names.tolist(), arrays, strict=True):
+            *groups, key = name.split("/")
+            group = content
+            for inner in groups:
+                group = group.setdefault(inner, {})
+            group[key] = array.item() if array.dtype.kind == "U" and not array.ndim else array[()]
+        # The check of types refuses parameters with one value for all neurons.
+        return package().dict2NIRNode({**content, "type_check": False})
+    except OSError:
+        raise
     except Exception as error:  # nir asserts, and looks up what may be missing
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ValueError(
-            f"{path} is damaged, or not a file of nir.write ({type(error).__name__}: {error})"
+            f"{path} is damaged, or not a file of nir.write ({kind}{error})"
         ) from error
 
 

@@ -1,8 +1,12 @@
-"""Faults: training that is killed at any time and resumed, and damaged kernels in the cache."""
+"""Faults: trainings that are killed or diverge, damaged kernels in the cache, and forks."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
+import json
+import math
 import os
 import random
 import shutil
@@ -13,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from spikefuse.train.cli import main
 from tests.data.readers import mutated
 from tests.train.runs import assert_same_run
 
@@ -33,6 +38,65 @@ assert torch.equal(a, b), (a, b)
 """
 
 
+# Each definition has another number of operations, so that it is compiled.
+FORKS = """
+import os, random, sys, threading, time, warnings
+import torch, spikefuse as sf
+
+rng = random.Random({seed})
+warnings.simplefilter("ignore")
+
+class Own(sf.Neuron):
+    v = sf.State()
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+    def step(self, x, v):
+        h = v
+        for _ in range(self.factor):
+            h = 0.5 * h + x
+        return h, (0.25 * h,)
+
+def compute(factor, done=None):
+    neuron, x = Own(factor), torch.arange(24.0).view(4, 6).requires_grad_()
+    results = []
+    for impl in ("numba", "reference"):
+        y = neuron(x, impl=impl)
+        results.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
+    for a, b in zip(*results):
+        assert torch.allclose(a, b), (a, b)
+    if done is not None:
+        done.append(factor)
+
+if rng.random() < 0.5:
+    compute(1)
+if rng.random() < 0.5:
+    threading.stack_size(rng.choice((1 << 16, 1 << 17, 1 << 20)))
+done, factors = [], range(2, 2 + rng.randint(1, 2))
+threads = [threading.Thread(target=compute, args=(f, done)) for f in factors]
+for thread in threads:
+    thread.start()
+children = []
+for i in range(rng.randint(1, 3)):
+    time.sleep(rng.uniform(0, 1.5))
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            compute(rng.choice((2, 3, 10 + i)))
+            status = 0
+        finally:
+            os._exit(status)
+    children.append(child)
+for thread in threads:
+    thread.join()
+statuses = [os.waitpid(child, 0)[1] for child in children]
+assert not any(statuses) and len(done) == len(factors), (statuses, done)
+"""
+NUMBERS = ("0", "-1", "nan", "inf", "-inf", "1e39", "1e-50", "1e37", "1e-37", "3.5", "1e20", "")
+OPTIONAL = ("threshold", "decay", "lr", "weight-decay", "clip", "label-smoothing")
+
+
 def start(*arguments: str, folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, *arguments],
@@ -42,6 +106,7 @@ def start(*arguments: str, folder: Path) -> subprocess.Popen[bytes]:
         else None,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
 
 
@@ -116,6 +181,49 @@ def damaged_cache(rng: random.Random) -> list[str]:
     return []
 
 
+def forked(rng: random.Random) -> list[str]:
+    """Processes that fork while threads compile, with stacks of any size."""
+    folder, code = new_folder(), FORKS.format(seed=rng.randrange(10**9))
+    process = start("-c", code, folder=folder)
+    try:
+        output = process.communicate(timeout=120)[0].decode()
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return [f"fork in {folder}: no end"]
+    if process.returncode:
+        return [f"fork: status {process.returncode}: {output[-800:]}"]
+    shutil.rmtree(folder)
+    return []
+
+
+def odd_run(rng: random.Random) -> list[str]:
+    """Runs with numbers at and beyond the limits: refused in a line, stopped, or finite."""
+    folder = new_folder()
+    options = ["--no-fuse", "--epochs=1", "-T1", "--batch-size=400", "--device=cpu", "--model=mlp"]
+    for name in rng.sample(OPTIONAL, rng.randint(1, 2)):
+        value = rng.choice(NUMBERS) if rng.random() < 0.6 else str(10 ** rng.uniform(-40, 40))
+        options.append(f"--{name}={value}")
+    options.append(f"--neuron={rng.choice(('lif', 'plif', 'if', 'alif'))}")
+    errors, result = io.StringIO(), folder / "run" / "result.json"
+    with contextlib.redirect_stderr(errors):
+        try:
+            code = main(["train", *options, "--out", str(folder / "run")])
+        except SystemExit as stop:
+            code = stop.code
+    lines = errors.getvalue().splitlines()
+    found = [f"status {code}, {options}: {lines[-3:]}"]
+    if code == 0:
+        metrics = json.loads(result.read_text(), parse_constant=float)
+        numbers = [v for v in metrics.values() if isinstance(v, float)]
+        found = [] if all(map(math.isfinite, numbers)) else [f"{options}: {metrics}"]
+    elif code in (1, 2) and not result.exists():
+        about = "is not finite" if code == 1 else "--"
+        found = [] if lines and about in lines[-1] else found
+    shutil.rmtree(folder)
+    return found
+
+
 def case(seed: int) -> list[str]:
     rng = random.Random(seed)
-    return killed_run(rng) if rng.random() < 0.3 else damaged_cache(rng)
+    attacks = (killed_run, damaged_cache, forked, odd_run)
+    return rng.choices(attacks, (0.2, 0.4, 0.2, 0.2))[0](rng)

@@ -14,6 +14,7 @@ import benchmarks.__main__ as everything
 from benchmarks import events, neurons, parallel, record, reproduce
 from benchmarks.events import DENSE, EVENTS
 from benchmarks.layers import LOOP, OURS
+from spikefuse.train.recipe import RECIPES
 from tests.processes import finish, torchrun
 
 QUICK = ("--quick", "--device", "cpu")
@@ -112,4 +113,4 @@ def test_everything_is_run_and_failures_are_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_each_recipe_has_a_row() -> None:
-    assert {path.stem for path in reproduce.CONFIGS.glob("*.yaml")} == set(reproduce.PAPERS)
+    assert set(RECIPES) == set(reproduce.PAPERS)

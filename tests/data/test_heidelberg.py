@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from spikefuse import data
-from spikefuse.data import hdf5
+from spikefuse import data, hdf5
 from tests.data.writing import real, real_data
 
 

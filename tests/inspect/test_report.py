@@ -24,7 +24,7 @@ def spikes(*shape: int, rate: float = 0.4) -> Tensor:
     return (torch.rand(shape) < rate).float()
 
 
-def rows(report: sf.nn.report) -> dict:
+def rows(report: sf.report) -> dict:
     return {row.name: row for row in report.layers}
 
 
@@ -241,7 +241,7 @@ def test_unknown_operations_are_named() -> None:
     assert "not counted, since their operations are unknown: net" in str(report)
 
 
-def small() -> sf.nn.report:
+def small() -> sf.report:
     torch.manual_seed(0)
     net = sf.Temporal(nn.Sequential(nn.Linear(4, 8), sf.LIF(threshold=0.3), nn.Linear(8, 3)))
     return sf.report(net, [torch.rand(T, B, 4)])

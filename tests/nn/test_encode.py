@@ -33,6 +33,11 @@ def test_poisson_rates() -> None:
     assert (error <= 4 * deviation).all()
 
 
+def test_pixels_are_no_probabilities() -> None:
+    with pytest.raises(ValueError, match="x is up to 255: expected probabilities, such as pixels"):
+        poisson(torch.tensor([[0.0, 255.0]]), 3)
+
+
 def test_poisson_is_a_function_of_the_generator() -> None:
     x = torch.rand(4, 9)
     first = poisson(x, 5, torch.Generator().manual_seed(1))

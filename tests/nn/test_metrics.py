@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
+from torch import Tensor
 
 from spikefuse.nn.metrics import accuracy_by_first_spike, accuracy_by_rate
 
@@ -21,3 +25,26 @@ def test_accuracies() -> None:
         target = torch.full((4,), n)
         assert accuracy_by_rate(SPIKES, target) == by_rate
         assert accuracy_by_first_spike(SPIKES, target) == by_first
+
+
+@pytest.mark.parametrize("accuracy", [accuracy_by_rate, accuracy_by_first_spike])
+@pytest.mark.parametrize(
+    ("spikes", "target", "error", "message"),
+    [
+        (SPIKES, torch.zeros(4, 1, dtype=torch.int64), ValueError, r"shape \[4, 1\]: .* \[4\]"),
+        (SPIKES, torch.zeros(1, dtype=torch.int64), ValueError, r"shape \[1\]: .* \[4\]"),
+        (SPIKES, torch.tensor(0), ValueError, r"shape \[\]: .* \[4\]"),
+        (SPIKES[:, :3], torch.eye(3), TypeError, r"float32: .* target.argmax\(-1\)"),
+        (SPIKES.sum(0), torch.zeros(4, dtype=torch.int64), ValueError, r"\[4, 3\]: .* \[T, B, N\]"),
+    ],
+)
+def test_wrong_targets(
+    accuracy: Callable[[Tensor, Tensor], Tensor],
+    spikes: Tensor,
+    target: Tensor,
+    error: type[Exception],
+    message: str,
+) -> None:
+    """A comparison of `[B]` with any of these would broadcast to a wrong number."""
+    with pytest.raises(error, match=message):
+        accuracy(spikes, target)

@@ -335,6 +335,15 @@ def test_exposed_values():
         assert torch.equal(h, sf.LIF()(X, outputs=("h",))[0])
 
 
+@pytest.mark.parametrize("name", sorted(set(DEFINITIONS) - {"Gated"}))
+def test_every_model_has_its_potential_before_the_reset(name):
+    neuron = make(name, "hard", 2, "cpu")
+    xs = [make_input((3, 1, 2), seed=i) for i in range(len(neuron.input_names))]
+    h, y = neuron(*xs, outputs=("h", "spikes"), impl="reference")
+    assert h.shape == y.shape
+    assert h.any()
+
+
 def test_outputs_follow_changed_attributes():
     neuron = sf.LIF(0.75, 0.5)
     for reset, threshold in (("hard", 0.5), ("soft", 0.5), ("soft", torch.tensor(0.7))):

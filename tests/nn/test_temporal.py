@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -395,9 +397,27 @@ class Failing(nn.Module):
     ],
 )
 def test_errors_of_other_causes_have_no_note(layers):
+    net = sf.Temporal(nn.Sequential(*layers))
     with pytest.raises((RuntimeError, KeyError)) as caught:
-        sf.Temporal(nn.Sequential(*layers))(X)
+        net(X)
     assert not hasattr(caught.value, "__notes__")
+    assert internal_frames(caught.value) == ["symbolic.py", "temporal.py"]
+
+
+def internal_frames(error: Exception) -> list[str]:
+    """The files of this library in a traceback, before the network's own frames."""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    return [path.name for path in files if path.parent.parent.name == "spikefuse"]
+
+
+@pytest.mark.parametrize("memory", [None, sf.memory.Checkpoint()], ids=str)
+def test_the_traceback_of_an_error_in_a_captured_network(memory, capsys):
+    net = nn.Sequential(nn.Linear(6, 5), sf.LIF(), nn.Linear(4, 3))
+    net = sf.fuse(sf.Temporal(net)) if memory is None else sf.Temporal(net, memory=memory)
+    with pytest.raises(RuntimeError) as caught:
+        net(X)
+    assert internal_frames(caught.value) == ["symbolic.py", "temporal.py"]
+    assert capsys.readouterr().err == ""
 
 
 def test_errors_name_how_the_input_was_read():

@@ -129,6 +129,32 @@ def test_spikingjelly_neurons(build, seed):
         torch.testing.assert_close(found, other)
 
 
+@pytest.mark.parametrize("name", ["PSN", "MaskedPSN", "SlidingPSN"])
+def test_spikingjelly_parallel_neurons(name):
+    """Spikes and gradients, with the surrogate of ours."""
+    steps = {"T": 6} if name != "SlidingPSN" else {}
+    order = {"k": 3} if name != "PSN" else {}
+    options = {"lambda_init": 1.0} if name == "MaskedPSN" else {}
+    made = getattr(sj, name)(
+        **order, **steps, **options, surrogate_function=sj_surrogate.Sigmoid(4.0)
+    ).double()
+    made.step_mode = "m"
+    torch.nn.init.normal_(made.weight)
+    x = 4 * sequence(6, 3, 5) - 3
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    converted = sf.convert(made, copy=True)
+    y, expected = run_ours(converted, ours), made(theirs)
+    assert_same_spikes(y, expected)
+    weights = torch.randn_like(y)
+    (y * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    if name == "MaskedPSN":
+        made.lambda_ = 0.5
+        with pytest.raises(ValueError, match=r"its lambda_ is 0\.5, and a mask has no part"):
+            sf.convert(made)
+
+
 @pytest.mark.parametrize("kind", [sj.SimpleIFNode, sj.SimpleLIFNode])
 def test_spikingjelly_simple_neurons(kind):
     options = {"tau": 2.0, "decay_input": True} if kind is sj.SimpleLIFNode else {}

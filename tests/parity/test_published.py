@@ -178,7 +178,7 @@ def test_the_benchmark_measures_all_networks(tmp_path):
         assert original["status"] == converted["status"] == "ok", row
         assert all(c["reason"] == NO_GRAPHS for c in graphs)
         assert min(row["float64"]["rates"]) > 0
-        assert row["logits_difference"] < 0.1
+        assert row["logits_difference, converted"] < 0.1
         counted = re.match(r"(\d+) of (\d+) batch norms fused", row["fusion"])
         assert counted is not None, row["fusion"]
         assert int(counted[1]) >= 0.75 * int(counted[2]) > 0, row["fusion"]

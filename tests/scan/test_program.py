@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from spikefuse import LIF, Neuron, UnsupportedOperation
+from spikefuse.kernels import numba_runtime
 from spikefuse.neurons.surrogate import Arctan, Custom, Sigmoid
-from spikefuse.scan.program import kinds_of, prepare
+from spikefuse.scan.op import choose
+from spikefuse.scan.program import kinds_of, prepare, program
+from spikefuse.scan.records import Wanted
 
 
 def test_a_value_may_be_a_float_or_a_tensor() -> None:
@@ -64,3 +70,43 @@ def test_primals_of_fixed_parameters_are_not_compiled() -> None:
     learned = Custom(derivative, primal=primal, width=nn.Parameter(torch.tensor(2.0)))
     with pytest.raises(UnsupportedOperation, match=r"derivative of LIF\.step uses 'lgamma'"):
         LIF(surrogate=learned)(torch.rand(3, 4))
+
+
+class Steps(Neuron):
+    """Its constant shapes the source."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def step(self, x: Tensor) -> tuple[Tensor, tuple[()]]:
+        for _ in range(self.count):
+            x = x * 1.5
+        return x, ()
+
+
+def test_kernels_that_no_neuron_runs_are_dropped() -> None:
+    x = torch.ones(2, 3)
+    neuron, used, dead = Steps(2), [], []
+    for count in (2, 3, 4):
+        neuron.count = count
+        assert neuron(x)[0, 0] == 1.5**count
+        used.append(program(choose(neuron, x, Wanted(impl="numba"))[0]))
+        dead.append(weakref.ref(used[-1].forward().overloads.copy().popitem()[1].library))
+    # The programs of the counts before are not run any longer.
+    assert [bool(own.modules) for own in used] == [False, False, True]
+    gc.collect()
+    assert [ref() is None for ref in dead] == [True, True, False]
+    neuron.count = 2
+    assert neuron(x)[0, 0] == 1.5**2
+    assert numba_runtime._alias_metadata.cache_info().currsize == 0
+
+
+def test_backward_of_a_neuron_that_is_gone() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    y = Steps(5)(x)
+    for count in (6, 7):
+        Steps(count)(x.detach())
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad[0, 0] == 1.5**5

@@ -59,7 +59,8 @@ def test_a_run(
     for line, row in zip(lines, rows, strict=True):
         dropped = float(row["dropped"])
         assert 0 <= dropped < 0.5
-        assert (f"  dropped {100 * dropped:.2g} %  " in line) == (dropped > 0)
+        text = f"{line}\n  dropped {100 * dropped:.2g} % of the gradients\n"
+        assert (text in out) == (dropped > 0)
     assert any(float(row["dropped"]) > 0 for row in rows)
     assert json.loads((directory / "result.json").read_text())["test_accuracy"] > 0.6
     assert matplotlib.image.imread(directory / "raster.png").std() > 0.01

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,6 +155,17 @@ def test_predict(
     assert spikefuse(*arguments, "--json", "--top", "3") == 0
     rows = json.loads(capsys.readouterr().out)
     assert [{k: str(v) for k, v in row.items()} for row in rows] == table
+
+
+def test_predictions_need_no_extra(trained: Path, images: torch.Tensor, tmp_path: Path) -> None:
+    code = "; ".join((
+        "import sys",
+        "sys.modules.update(dict.fromkeys(('tqdm', 'lightning', 'matplotlib', 'tensorboard')))",
+        "from spikefuse.train.cli import main",
+        f"sys.exit(main(['predict', {str(trained)!r}, {str(tmp_path / 'photos')!r}]))",
+    ))  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 6), done.stderr
 
 
 def test_files_that_cannot_be_read_are_reported(

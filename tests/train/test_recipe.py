@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,18 +11,23 @@ import pytest
 
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
-from spikefuse.train.recipe import read
+from spikefuse.train.recipe import RECIPES, read
 
 Spikefuse = Callable[..., int]
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipes_of_the_project(path: Path) -> None:
-    config = TrainConfig(**read(path))
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_of_the_project(name: str) -> None:
+    config = TrainConfig(**read(Path(name)))
     assert config.make_network()
-    assert f"--config configs/{path.name}" in (ROOT / "docs" / "reproduce.md").read_text()
+    text = (ROOT / "docs" / "reproduce.md").read_text()
+    assert re.search(rf"--config {name}\s", text)
+
+
+def test_a_recipe_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError, match=r"No such file.*; a recipe is called radlif-shd$"):
+        read(Path("radlif-shf"))
 
 
 def written(tmp_path: Path, text: str) -> Path:

@@ -50,10 +50,12 @@ def test_a_run_and_its_evaluation(
     with (directory / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["epoch"]) for row in rows] == list(range(1, 9))
+    assert all(0 < float(row["rate_2"]) < 1 > float(row["silent_2"]) for row in rows)
+    assert {float(row["lr"]) for row in rows} == {0.001}
     best = max(rows, key=lambda row: (float(row["val_accuracy"]), -float(row["val_loss"])))
     assert int(best["epoch"]) == result["best_epoch"]
     assert "\n2 of 2 batch norms fused with the neuron after them\n" in output
-    assert len(re.findall(r"^epoch \d/8 .* images/s$", output, re.M)) == 8
+    assert len(re.findall(r"^epoch \d/8 .* img/s$", output, re.M)) == 8
     percent = f"{100 * result['test_accuracy']:.2f} %"
     assert f"test accuracy {percent} on 359 test samples" in output
 

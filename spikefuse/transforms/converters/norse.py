@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from spikefuse.neurons import IF, LI, LIF, CubaLIF
 from spikefuse.neurons import surrogate as S
 from spikefuse.neurons.definition import Neuron, State, States
+from spikefuse.neurons.firing import Reset
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.transforms.converters.common import (
     SEQUENCE,
@@ -111,7 +112,7 @@ def current_based(m: Any) -> tuple[Neuron, str]:
 
 def without_synapse(m: Any) -> tuple[Neuron, str]:
     v0, note = origin(m)
-    resets = {"reset_value": "hard", "reset_subtract": "soft"}
+    resets: dict[str, Reset] = {"reset_value": "hard", "reset_subtract": "soft"}
     reset = resets.get(getattr(m.p.reset_method, "__name__", ""))
     if reset is None:
         raise Refusal("its reset_method has no equivalent: use reset_value or reset_subtract")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from spikefuse.neurons import DelayedResetLIF
 from spikefuse.neurons import surrogate as S
 from spikefuse.neurons.definition import Neuron, State, States
+from spikefuse.neurons.firing import Reset
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.transforms.converters.common import (
@@ -274,7 +275,7 @@ def leaky(m: Any) -> tuple[Neuron, str]:
     is_plain = m.reset_delay and RESETS[int(m.reset_mechanism_val)] != "none"
     if m.output or is_graded(m) or not is_plain:
         return Leaky(m), note
-    reset = "soft" if int(m.reset_mechanism_val) == 0 else "hard"
+    reset: Reset = "soft" if int(m.reset_mechanism_val) == 0 else "hard"
     neuron = DelayedResetLIF(
         Clamped(floating(m.beta)), floating(m.threshold), reset=reset, surrogate=surrogate_of(m)
     )

@@ -28,9 +28,11 @@ from spikefuse.neurons import surrogate as S
 from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.learnable import Learnable
 from spikefuse.neurons.lif import decay_from_tau
+from spikefuse.neurons.sliding_psn import SlidingPSN
 from spikefuse.nn.call import active
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import refusal_of
+from spikefuse.nn.over_time import PSN
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.transforms.converters.common import (
     FOLDED,
@@ -357,7 +359,26 @@ def element_wise_recurrent(m: Any) -> tuple[nn.Module, str]:
     return made, "a loop over time in Python"
 
 
+def parallel(m: Any) -> tuple[nn.Module, str]:
+    order = getattr(m, "k", None)
+    if order is not None and float(m.lambda_) != 1.0:
+        raise Refusal(f"its lambda_ is {float(m.lambda_):g}, and a mask has no part: set it to 1")
+    made = PSN(m.T, order, surrogate_of(m.surrogate_function))
+    made.weight, made.bias = m.weight, m.bias
+    return made, ""
+
+
+def sliding(m: Any) -> tuple[Neuron, str]:
+    made = SlidingPSN(m.k, surrogate_of(m.surrogate_function))
+    with torch.no_grad():
+        for i, value in enumerate(m.weight.flip(0)):
+            getattr(made, f"w{i}").copy_(value)
+        made.bias.copy_(m.bias)
+    return made, "its weights are the parameters w0, w1, ... of the steps before"
+
+
 NEURONS = {
+    "SlidingPSN": sliding,
     "IFNode": integrate_and_fire,
     "LIFNode": leaky,
     "SimpleIFNode": simple(integrate_and_fire),
@@ -387,6 +408,7 @@ RULES = {
         f"ThresholdDependentBatchNorm{n}d": Rule(stateless(kind, _SCALED_WEIGHT))
         for n, kind in enumerate((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), 1)
     },
+    **{name: Rule(parallel) for name in ("PSN", "MaskedPSN")},
     **{f"TemporalEffectiveBatchNorm{n}d": Rule(stateless(ScaledBatchNorm)) for n in (1, 2, 3)},
     "Dropout": Rule(dropout(SequenceDropout)),
     "Dropout2d": Rule(dropout(SequenceDropout2d)),

@@ -1,0 +1,113 @@
+"""Networks that feed back, one time step after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spikefuse.neurons.definition import States
+from spikefuse.nn.call import TemporalCall
+from spikefuse.nn.neuron import check_module
+from spikefuse.nn.over_time import OnSequences
+from spikefuse.nn.temporal import neurons_of
+from spikefuse.scan.checks import call_untraced
+
+#: The last outputs, and the states of the neurons by name.
+LoopState = tuple[tuple[Tensor, ...], dict[str, States]]
+
+
+class Loop(OnSequences):
+    """Any neurons and layers that see what they returned in the step before: populations that
+    excite and inhibit each other, top-down feedback, winner-take-all.
+
+    Equation, for the input `x` and the outputs `y`, which are 0 before the first step::
+
+        y[t] = body(x[t], y[t - 1])
+
+    Time is a Python loop of T calls of `body`, whose neurons keep their states in between.
+    Gradients flow through all steps. `sf.graph_step` records the loop, which removes the cost of
+    the calls on a GPU; `Recurrent` takes one launch for a matrix. Example::
+
+        class Populations(nn.Module):               # excitation and inhibition
+            def __init__(self):
+                super().__init__()
+                self.e, self.i = sf.LIF(0.9), sf.LIF(0.8)
+                self.ee, self.ei, self.ie = nn.Linear(64, 64), nn.Linear(64, 16), nn.Linear(16, 64)
+
+            def forward(self, x, e, i):             # [B, 64], the last spikes [B, 64] and [B, 16]
+                new = self.e((x + self.ee(e) - self.ie(i)))
+                return new, self.i(self.ei(new))
+
+        loop = sf.Loop(Populations(), (64,), (16,))
+        excitatory, inhibitory = loop(torch.rand(100, 4, 64))
+
+    Args:
+        body: a module from one step of the input, `[B, ...]`, and the last outputs to the new
+            outputs, a tensor or a tuple. Each of its neurons is called once in a step. A batch norm
+            in training mode takes the statistics of one step.
+        shapes: the shape of each output, without B.
+
+    Call: `y = loop(x, state=None, return_state=False)`
+
+    Args:
+        x: `[T, B, ...]`, inside `Temporal` `[T*B, ...]`.
+        state: outputs and states after a call before, or None to start from rest.
+        return_state: also return the final state.
+
+    Returns:
+        The outputs, a tensor or a tuple, each of the steps of `x`; with `return_state` a pair
+        (outputs, state).
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or an output has another shape.
+    """
+
+    def __init__(self, body: nn.Module, *shapes: Sequence[int]) -> None:
+        super().__init__()
+        check_module("body", body)
+        if not shapes:
+            raise ValueError("shapes is empty: pass the shape of each output of body, without B")
+        self.body, self.shapes = body, tuple(map(tuple, shapes))
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, state: LoopState | None = None, return_state: bool = False
+    ) -> Any:
+        if state is None and not return_state:
+            return super().forward(x)
+        outputs, state = call_untraced(self._run, x, state)
+        return (outputs, state) if return_state else outputs
+
+    def over_time(self, x: Tensor) -> Any:  # type: ignore[override]
+        return call_untraced(self._run, x, None)[0]
+
+    def extra_repr(self) -> str:
+        return f"shapes={self.shapes}"
+
+    def _run(self, x: Tensor, state: LoopState | None) -> tuple[Any, LoopState]:
+        neurons = neurons_of(self.body)
+        names = dict(zip(map(id, neurons.values()), neurons, strict=True))
+        batch = x.shape[1]
+        if state is None:
+            state = tuple(x.new_zeros(batch, *shape) for shape in self.shapes), {}
+        last, states = state
+        steps = []
+        for now in x.unbind(0):
+            call = TemporalCall(1, names, batch, initial=states or None, final=True)
+            with call:
+                found = self.body(now, *last)
+            last = self._outputs(found, batch)
+            states = {**states, **call.finals}
+            steps.append(last)
+        outputs = tuple(map(torch.stack, zip(*steps, strict=True)))
+        return (outputs if len(outputs) > 1 else outputs[0]), (last, states)
+
+    def _outputs(self, found: Any, batch: int) -> tuple[Tensor, ...]:
+        outputs = (found,) if isinstance(found, Tensor) else tuple(found)
+        shapes = [list(y.shape) for y in outputs]
+        expected = [[batch, *shape] for shape in self.shapes]
+        if shapes != expected:
+            raise ValueError(f"body of Loop returned shapes {shapes}: expected {expected}")
+        return outputs

@@ -1,0 +1,93 @@
+"""Training from Python, as `spikefuse train` does it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from spikefuse.train import own, run
+from spikefuse.train.checkpoint import LAST, load
+from spikefuse.train.config import TrainConfig
+from spikefuse.train.fields import ConfigError
+from spikefuse.train.run_options import RunOptions
+
+Builder = Callable[..., nn.Module]
+
+
+def fit(
+    config: TrainConfig | None = None,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    model: str | Builder | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train a network, test it, and write checkpoints, metrics and plots into a folder.
+
+    It is the same run as that of `spikefuse train` with the same options. Kernels that one call
+    has compiled serve the next ones in the process. Example::
+
+        result = sf.train.fit(dataset="digits", model="conv", epochs=2, out="runs/digits")
+        print(result["test_accuracy"])
+        net = sf.load("runs/digits")
+
+    Args:
+        config: the settings; those of `TrainConfig()` by default.
+        out: new folder of the run; by default `runs/DATASET-MODEL-N`.
+        resume: finish the run in `out`, if there is one with these settings; if it is complete,
+            return its result.
+        model: a name, as `--model` takes it, or a builder `f(neuron, in_channels, num_classes,
+            size)`, which checkpoints know as `module:name`.
+        settings: fields of `TrainConfig`, such as `epochs=3`, which take the place of those of
+            `config`, and options of the run: `device`, `data_dir`, `download`, `logger`.
+
+    Returns:
+        The content of `result.json`.
+
+    Raises:
+        ConfigError, DataError: a setting or a file is invalid, or the run in `out` has other
+            settings.
+        FloatingPointError, OSError, RunInterrupted: as documented in docs/training.md.
+    """
+    names = {f.name for f in fields(RunOptions)}
+    options = RunOptions(
+        out=None if out is None else Path(out),
+        **{name: settings.pop(name) for name in names & settings.keys()},
+    )
+    if model is not None:
+        settings["model"] = model if isinstance(model, str) else _registered(model)
+    config = TrainConfig(**settings) if config is None else replace(config, **settings)
+    if not resume or options.out is None or not options.out.exists():
+        return run.train(config, options)
+    result, last = options.out / "result.json", options.out / LAST
+    if result.exists():
+        found: dict[str, Any] = json.loads(result.read_text())
+        _check(TrainConfig.from_dict(found["config"]), config, options.out)
+        return found
+    if not last.exists():  # it ended in its first epoch
+        shutil.rmtree(options.out)
+        return run.train(config, options)
+    loaded = load(last)
+    _check(loaded.config, config, options.out)
+    return run.train(config, replace(options, out=None), loaded)
+
+
+def _registered(builder: Builder) -> str:
+    name = f"{builder.__module__}:{builder.__qualname__}"
+    own.REGISTRIES["model"][name] = builder
+    return name
+
+
+def _check(stored: TrainConfig, config: TrainConfig, out: Path) -> None:
+    for field in fields(TrainConfig):
+        before, now = getattr(stored, field.name), getattr(config, field.name)
+        if before != now:
+            raise ConfigError(
+                f"the run in {out} has {field.name} {before}, not {now}: choose another folder"
+            )

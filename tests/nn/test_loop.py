@@ -1,0 +1,119 @@
+"""Loops of several neurons, against loops written by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import spikefuse as sf
+from spikefuse import reference
+from tests.grid import on_grid
+
+
+class Populations(nn.Module):
+    """Excitation and inhibition."""
+
+    def __init__(self):
+        super().__init__()
+        self.e, self.i = sf.LIF(0.75), sf.ALIF(0.5)
+        self.ee, self.ei, self.ie = (
+            nn.Linear(a, b, bias=False) for a, b in ((6, 6), (6, 4), (4, 6))
+        )
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(on_grid(p.shape))
+
+    def forward(self, x, e, i):
+        new = self.e(x + self.ee(e) - self.ie(i))
+        return new, self.i(self.ei(new))
+
+
+def by_hand(body, x):
+    e, i = x.new_zeros(x.shape[1], 6), x.new_zeros(x.shape[1], 4)
+    state, other, found = None, None, []
+    for now in x:
+        current = now + body.ee(e) - body.ie(i)
+        (e,), state = reference.scan(body.e, (current[None],), state)
+        (i,), other = reference.scan(body.i, (body.ei(e[0])[None],), other)
+        e, i = e[0], i[0]
+        found.append((e, i))
+    return tuple(map(torch.stack, zip(*found, strict=True)))
+
+
+def gradients(y, parameters):
+    loss = sum((part * (1 + torch.arange(part.shape[-1], device=part.device))).sum() for part in y)
+    return torch.autograd.grad(loss, parameters)
+
+
+def test_two_populations(device):
+    torch.manual_seed(0)
+    body = Populations().to(device)
+    loop, x = sf.Loop(body, (6,), (4,)), on_grid((7, 3, 6), device).requires_grad_()
+    parameters = [x, *body.parameters()]
+    y, expected = loop(x), by_hand(body, x)
+    assert all(map(torch.equal, y, expected))
+    assert all(part.any() for part in y)
+    torch.testing.assert_close(gradients(y, parameters), gradients(expected, parameters))
+
+
+def test_states():
+    loop, x = sf.Loop(Populations(), (6,), (4,)), on_grid((7, 3, 6))
+    y, _ = loop(x, return_state=True)
+    first, state = loop(x[:3], return_state=True)
+    second = loop(x[3:], state)
+    for whole, *parts in zip(y, first, second, strict=True):
+        assert torch.equal(torch.cat(parts), whole)
+
+
+class Excitation(nn.Module):
+    """The first output of a loop, as a layer of a network."""
+
+    def __init__(self):
+        super().__init__()
+        self.loop = sf.Loop(Populations(), (6,), (4,))
+
+    def forward(self, x):
+        return self.loop(x)[0]
+
+
+def test_inside_a_network():
+    torch.manual_seed(0)
+    net = sf.Temporal(nn.Sequential(nn.Linear(5, 6), Excitation(), nn.Linear(6, 2), sf.LIF()))
+    x = torch.rand(7, 3, 5)
+    first, excitation, readout, last = net.net
+    expected = last(readout(excitation.loop(first(x))[0]))
+    for other in (net, sf.fuse(net)):
+        torch.testing.assert_close(other(x), expected)
+    net(x).sum().backward()
+    with pytest.raises(ValueError, match="Loop needs the whole sequence in one call"):
+        net(x, return_state=True)
+
+
+def test_one_output():
+    class Inhibited(nn.Module):
+        """The strongest input wins, unless it won before."""
+
+        def __init__(self):
+            super().__init__()
+            self.lif = sf.LIF(0.5)
+
+        def forward(self, x, last):
+            drive = x - 2 * last
+            return self.lif(torch.where(drive == drive.amax(-1, keepdim=True), 2.0, 0.0))
+
+    x = torch.tensor([3.0, 2.0]).expand(4, 1, 2)
+    spikes = sf.Loop(Inhibited(), (2,))(x)
+    assert spikes[:, 0].tolist() == [[1, 0], [0, 1], [1, 0], [0, 1]]
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="shapes is empty"):
+        sf.Loop(Populations())
+    with pytest.raises(TypeError, match="body"):
+        sf.Loop(3, (2,))
+    match = r"body of Loop returned shapes \[\[3, 6\], \[3, 4\]\]: expected \[\[3, 6\], \[3, 5\]\]"
+    body = Populations()
+    body.ie = nn.Linear(5, 6)
+    with pytest.raises(ValueError, match=match):
+        sf.Loop(body, (6,), (5,))(torch.rand(2, 3, 6))

@@ -1,0 +1,153 @@
+"""Layers that see all steps: inside Temporal, fused, recomputed, and parallel neurons."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import spikefuse as sf
+from spikefuse.memory import Checkpoint
+from spikefuse.scan.state_passing import StatePassing
+
+
+class Mean(nn.Module):
+    """The mean of the steps so far, with a learned scale per step."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, steps))
+
+    def forward(self, x):
+        shape = (-1, *[1] * (x.ndim - 1))
+        counts = torch.arange(1, len(x) + 1, device=x.device)
+        return x.cumsum(0) / counts.view(shape) * self.scale.view(shape)
+
+
+def network(body):
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 8), sf.LIF(), sf.OverTime(body), nn.Linear(8, 4), sf.LIF(0.9, 0.2)]
+    return sf.Temporal(nn.Sequential(*layers))
+
+
+def gradients(net, x):
+    net.zero_grad()
+    y = net(x)
+    y.square().sum().backward()
+    return y, [p.grad for p in net.parameters()]
+
+
+def test_inside_a_network():
+    net, x = network(Mean(6)), torch.rand(6, 3, 5)
+    linear, lif, over_time, readout, last = net.net
+    expected = last(readout(over_time.body(lif(linear(x)))))
+    assert torch.equal(net(x), expected)
+    assert torch.equal(over_time(x), over_time.body(x))  # outside of a network
+    for other in (sf.fuse(net), sf.Temporal(net.net, Checkpoint()), copy.deepcopy(net)):
+        torch.testing.assert_close(gradients(other, x), gradients(net, x))
+
+
+def test_several_inputs():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.over_time = sf.OverTime(lambda q, k: torch.einsum("tbf,sbf->tsb", q, k).sum(1)
+                                         .unsqueeze(-1).expand_as(q))  # fmt: skip
+
+        def forward(self, x):
+            return self.over_time(x, 2 * x)
+
+    x = torch.rand(4, 3, 5)
+    scores = torch.einsum("tbf,sbf->tsb", x, 2 * x).sum(1)
+    torch.testing.assert_close(sf.Temporal(Attention())(x)[..., 0], scores)
+
+
+def test_sequences_in_parts_are_refused():
+    net, x = network(Mean(6)), torch.rand(6, 3, 5)
+    match = "OverTime needs the whole sequence in one call"
+    with pytest.raises(ValueError, match=match):
+        net(x, return_state=True)
+    with pytest.raises(ValueError, match=match):
+        sf.Stream(net)(x[0])
+    net.passing = StatePassing()
+    with pytest.raises(ValueError, match=match):
+        net(x)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "match"),
+    [
+        (3, TypeError, "body is 3: expected a module or a function"),
+        (nn.Linear, TypeError, "expected a module or a function"),
+        (nn.Sequential(sf.LIF()), ValueError, "body contains a neuron: let it follow OverTime"),
+    ],
+)
+def test_wrong_bodies(body, kind, match):
+    with pytest.raises(kind, match=match):
+        sf.OverTime(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "match"),
+    [
+        (lambda x: x.mean(0), ValueError, r"got \[3, 8\] from its body: expected T, B = \[6, 3\]"),
+        (lambda x: [x], TypeError, "got a list from its body: expected a tensor"),
+    ],
+)
+def test_wrong_results(body, kind, match):
+    with pytest.raises(kind, match=match):
+        network(body)(torch.rand(6, 3, 5))
+
+
+# Parallel neurons
+
+
+@pytest.mark.parametrize("order", [None, 1, 3])
+def test_psn(order):
+    """Against the sum by hand, in float64."""
+    torch.manual_seed(0)
+    neuron, x = sf.PSN(6, order).double(), torch.randn(6, 2, 4, dtype=torch.float64)
+    expected = torch.zeros_like(x)
+    for t in range(6):
+        seen = range(6) if order is None else range(max(0, t + 1 - order), t + 1)
+        expected[t] = neuron.bias[t] + sum(neuron.weight[t, j] * x[j] for j in seen)
+    assert torch.equal(neuron(x), (expected >= 0).double())
+    inside = sf.Temporal(nn.Sequential(neuron))
+    assert torch.equal(inside(x), neuron(x))
+    neuron(x).sum().backward()
+    seen = neuron.weight.grad != 0
+    assert torch.equal(seen, seen & (neuron.matrix() != 0))
+    assert seen.any()
+
+
+def test_wrong_psn():
+    with pytest.raises(ValueError, match="num_steps, order are 3, 4: expected at least 1"):
+        sf.PSN(3, 4)
+    with pytest.raises(ValueError, match="PSN received 5 time steps: expected 3"):
+        sf.PSN(3)(torch.rand(5, 2, 4))
+
+
+@pytest.mark.parametrize("order", [1, 2, 5])
+def test_sliding_psn(order, device):
+    """Against the sum by hand; copies, files and streams."""
+    torch.manual_seed(0)
+    neuron, x = sf.SlidingPSN(order).to(device), torch.randn(7, 3, 4, device=device)
+    with torch.no_grad():
+        for i in range(order):
+            getattr(neuron, f"w{i}").copy_(torch.randn(()))
+    weights = [getattr(neuron, f"w{i}") for i in range(order)]
+    padded = torch.cat([torch.zeros_like(x[:order]), x])
+    h = neuron.bias + sum(w * padded[order - i : order - i + 7] for i, w in enumerate(weights))
+    y, found = neuron(x, outputs=("spikes", "h"))
+    torch.testing.assert_close(found, h)
+    assert torch.equal(y, (found >= 0).float())
+    for other in (copy.deepcopy(neuron), pickle.loads(pickle.dumps(neuron))):
+        assert isinstance(other, sf.SlidingPSN)
+        assert torch.equal(other(x), y)
+    stream = sf.Stream(nn.Sequential(neuron))
+    assert torch.equal(torch.stack([stream(step) for step in x]), y)
+    with pytest.raises(ValueError, match="order is 0"):
+        sf.SlidingPSN(0)

@@ -1,0 +1,51 @@
+"""Training from Python is the run of the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import spikefuse as sf
+from spikefuse.train import ConfigError, TrainConfig
+
+SETTINGS = {"dataset": "digits", "num_steps": 2, "batch_size": 512, "epochs": 1}
+
+
+def tiny(neuron, in_channels, num_classes, size):
+    width = in_channels * size[0] * size[1]
+    return nn.Sequential(nn.Flatten(), nn.Linear(width, 16), neuron(), nn.Linear(16, num_classes))
+
+
+def test_fit(tmp_path: Path) -> None:
+    """A builder; a complete run is not repeated, and other settings are refused."""
+    out = tmp_path / "run"
+    result = sf.train.fit(TrainConfig(**SETTINGS), model=tiny, out=out, device="cpu", fuse=False)
+    assert result == json.loads((out / "result.json").read_text())
+    again = sf.train.fit(**SETTINGS, model=tiny, fuse=False, out=str(out), resume=True)
+    assert again == result
+    with pytest.raises(ConfigError, match=r"the run in .* has lr 0\.001, not 0\.1: choose"):
+        sf.train.fit(**SETTINGS, model=tiny, fuse=False, out=out, resume=True, lr=0.1)
+    with pytest.raises(ConfigError, match="exists already"):
+        sf.train.fit(**SETTINGS, model=tiny, fuse=False, out=out)
+    name = f"{tiny.__module__}:tiny"
+    net = sf.load(out, model=name)
+    assert net.net(torch.rand(2, 3, 1, 8, 8)).shape == (2, 3, 10)
+
+
+def test_a_run_that_was_stopped(tmp_path: Path) -> None:
+    """It is resumed, or started again if it ended in its first epoch."""
+    out, settings = tmp_path / "run", SETTINGS | {"model": "mlp", "fuse": False}
+    out.mkdir()
+    (out / "metrics.csv").write_text("")
+    sf.train.fit(**settings, out=out, resume=True)
+    (out / "result.json").unlink()
+    assert sf.train.fit(**settings, out=out, resume=True)["resumed"]
+
+
+def test_unknown_settings() -> None:
+    with pytest.raises(TypeError, match="epoch"):
+        sf.train.fit(epoch=3)
