@@ -143,7 +143,7 @@ EXTERNAL = {
     "yaml": {"train"},
     "sklearn": {"data"},
     "pooch": {"data"},
-    "tonic": {"data"},
+    "faery": {"data"},
     "h5py": {"hdf5", "data", "transforms"},
     "PIL": {"data"},
     "nir": {"transforms"},

@@ -9,13 +9,15 @@ from spikefuse.data.augment import (
     random_flip,
     random_shift,
 )
+from spikefuse.data.dataset import Dataset
 from spikefuse.data.files import DataError
-from spikefuse.data.folder import ImageFolder
-from spikefuse.data.frames import Frames, Slicing, expand, to_frames
+from spikefuse.data.folder import ImageFolder, image_folder
+from spikefuse.data.frames import Frames, Slicing, expand, time_surface, to_frames, voxel_grid
 from spikefuse.data.images import Examples, Images, Subset, split
 from spikefuse.data.mnist import read_idx
+from spikefuse.data.recording_folder import event_folder
 from spikefuse.data.recordings import Recording
-from spikefuse.data.registry import DATASETS, Dataset, load, read_file
+from spikefuse.data.registry import DATASETS, load, read_file
 from spikefuse.data.sound import Sound, log_mel
 from spikefuse.data.trivial_augment import trivial_augment
 
@@ -34,7 +36,9 @@ __all__ = [
     "cutmix",
     "cutout",
     "drop_events",
+    "event_folder",
     "expand",
+    "image_folder",
     "load",
     "log_mel",
     "mixup",
@@ -44,6 +48,8 @@ __all__ = [
     "read_file",
     "read_idx",
     "split",
+    "time_surface",
     "to_frames",
     "trivial_augment",
+    "voxel_grid",
 ]

@@ -1,7 +1,5 @@
 """Read AEDAT files of jAER and cAER: version 2.0 of a DVS128, and polarity events of 3.1.
 
-tonic 1.7 cannot read either: its functions fail before the first event.
-
 Source: iniVation, "AEDAT file formats",
 https://docs.inivation.com/software/software-advanced-usage/file-formats
 """

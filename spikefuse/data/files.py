@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import importlib.util
 import os
 import stat
 import sys
 import tempfile
 import uuid
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+import numpy as np
+
+from spikefuse import hdf5
 
 ENVIRONMENT = "SPIKEFUSE_DATA"
 CHUNK = 1 << 20
@@ -153,7 +158,9 @@ def _missing(name: str, what: str, directory: Path, how: str) -> DataError:
 def class_files(
     folder: Path, classes: Sequence[str], endings: Collection[str], how: str
 ) -> tuple[tuple[Path, ...], list[int]]:
-    """List the files in the subfolder of each class, by class and name, and their labels.
+    """List the files below the subfolder of each class, by class and name, and their labels.
+
+    Files whose names begin with a dot are left out.
 
     Args:
         folder: contains one subfolder per class.
@@ -167,8 +174,8 @@ def class_files(
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        entries = (folder / name).iterdir() if (folder / name).is_dir() else []
-        own = sorted(path for path in entries if path.suffix.lower() in endings)
+        inside = (path for path in (folder / name).rglob("*") if path.name[0] != ".")
+        own = sorted(path for path in inside if path.suffix.lower() in endings)
         if not own:
             raise DataError(f"no {' or '.join(sorted(endings))} file in {folder / name}: {how}")
         files += own
@@ -272,3 +279,17 @@ def not_installed(reader: str, package: str, extra: str) -> DataError:
     return DataError(
         f'{reader} needs {package}, which is not installed: pip install "spikefuse[{extra}]"'
     )
+
+
+def read_hdf5(path: Path, program: str) -> Generator[np.ndarray]:
+    """Yield the arrays that a program beside this file reads from an HDF5 file.
+
+    Raises:
+        DataError: the file can't be read, or h5py is not installed.
+    """
+    if importlib.util.find_spec("h5py") is None:
+        raise not_installed(path.name, "h5py", "events")
+    try:
+        yield from hdf5.arrays(Path(__file__).with_name(program), path)
+    except (OSError, ValueError) as error:
+        raise damaged(path, str(error)) from error

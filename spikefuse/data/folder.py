@@ -1,4 +1,4 @@
-"""Image folders with one subfolder per class, as in ImageNet; images are decoded when indexed.
+"""Image folders, a user's own or those of ImageNet; images are decoded when indexed.
 
 Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge", IJCV 115(3), 2015. Le and
 Yang, "Tiny ImageNet Visual Recognition Challenge", Stanford CS 231N, 2015.
@@ -6,6 +6,7 @@ Yang, "Tiny ImageNet Visual Recognition Challenge", Stanford CS 231N, 2015.
 
 from __future__ import annotations
 
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,23 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spikefuse.data.files import (
-    DataError,
-    check_regular,
-    class_files,
-    damaged,
-    find_folder,
-    not_installed,
-    read_bytes,
-)
+from spikefuse.data.dataset import Dataset
+from spikefuse.data.files import DataError, check_regular, find_folder, not_installed
 from spikefuse.data.images import Images, Index
+from spikefuse.data.listing import list_files
 
 PAGE = "https://www.image-net.org/download.php"
-MAX_CLASSES = 1000
 TINY_PAGE = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
-TINY_CLASSES = 200
-# Lists the classes of the validation images, which are in one folder; and its most bytes.
-ANNOTATIONS, ANNOTATION_BYTES = "val_annotations.txt", 1 << 24
 ENDINGS = {".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm"}
 # Formats of Pillow that are read, whatever the name of a file: others start programs (EPS).
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
@@ -48,13 +39,13 @@ class ImageFolder:
     Args:
         files: one per image.
         labels: int64 `[N]`.
-        size: rows and columns of a decoded image.
+        shape: of a decoded image, (channels, rows, columns), as many columns as rows.
         margin: as in `read_image`.
     """
 
     files: tuple[Path, ...]
     labels: Tensor
-    size: int
+    shape: tuple[int, int, int]
     margin: float = MARGIN
 
     def __len__(self) -> int:
@@ -63,10 +54,11 @@ class ImageFolder:
     def __getitem__(self, index: Index) -> Images:
         """Decode the chosen images, using one thread per core."""
         rows = torch.arange(len(self))[index.cpu() if isinstance(index, Tensor) else index]
-        pixels = torch.empty((len(rows), 3, self.size, self.size), dtype=torch.uint8)
+        pixels = torch.empty((len(rows), *self.shape), dtype=torch.uint8)
+        channels, size, _ = self.shape
 
         def decode(i: int) -> None:
-            image = read_image(self.files[int(rows[i])], self.size, margin=self.margin)
+            image = read_image(self.files[int(rows[i])], size, channels, self.margin)
             pixels[i] = torch.from_numpy(image)
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -79,120 +71,91 @@ class ImageFolder:
 
     @property
     def nbytes(self) -> int:
-        return len(self) * (3 * self.size**2 + 8)
+        return len(self) * (math.prod(self.shape) + 8)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Images:
         return self[:].to(device, non_blocking)
 
 
-def load_imagenet(
-    directory: Path, download: bool, size: int = 224
-) -> tuple[ImageFolder, ImageFolder]:
-    """Load training and validation images of ImageNet, or of any dataset with its layout.
+def image_folder(
+    path: str | os.PathLike[str],
+    size: int = 64,
+    grey: bool = False,
+    seed: int = 0,
+    margin: float = 1.0,
+) -> Dataset:
+    """Describe the images in a folder, with the names of its subfolders as classes.
+
+    ```python
+    photos = sf.data.image_folder("photos", size=64)
+    training, test = sf.data.load(photos)
+    ```
+
+    The folder holds one folder per class, or `train` with `val`, `test` or both, which hold one
+    each. Without these, a fifth of each class, drawn by `seed`, is for the test; without `test`,
+    `val` is. In place of folders per class, `labels.csv` may have rows `file,label`, the first of
+    which names these columns. Images are decoded when they are indexed.
+
+    Args:
+        path: of the folder.
+        size: rows and columns of an image, which is scaled so that its shorter side fits, and
+            cropped at the centre.
+        grey: read one channel; else, read RGB.
+        seed: of the split.
+        margin: shorter side before the crop, relative to the crop.
+
+    Returns:
+        The description, whose `classes` are in alphabetical order. `load` returns `ImageFolder`s.
+
+    Raises:
+        DataError: the folder is missing, has fewer than two classes or a class without images, its
+            parts differ in classes, `size` is not positive, or Pillow is not installed.
+    """
+    if size < 1:
+        raise DataError(f"size is {size}: expected at least 1")
+    classes, parts = list_files(Path(path).expanduser(), ENDINGS, seed)
+    _pillow()  # fail early
+    shape = (1 if grey else 3, size, size)
+
+    def read(directory: Path, download: bool, **_: Any) -> tuple[ImageFolder, ...]:
+        return tuple(
+            ImageFolder(part.paths, torch.from_numpy(part.labels), shape, margin) for part in parts
+        )
+
+    options = {"size": size, "grey": grey, "margin": margin}
+    return Dataset(shape, classes, read, transform=options)
+
+
+def imagenet(directory: Path, **options: Any) -> Dataset:
+    """Describe ImageNet, or a dataset with its layout, as `image_folder` does.
 
     Args:
         directory: contains `train` and `val`, each with one folder per class, or a folder imagenet
             with both.
-        download: ignored: only registered users can download ImageNet.
-        size: rows and columns of an image.
-
-    Returns:
-        Two `ImageFolder`s. Labels number the classes in alphabetical order.
 
     Raises:
-        DataError: a folder is missing, the two differ in classes or have too many, or Pillow is
-            not installed.
+        DataError: a folder is missing, or as for `image_folder`.
     """
-    folder = find_folder("imagenet", ("train", "val"), directory, PAGE)
-    return _load("imagenet", folder, MAX_CLASSES, size, MARGIN)
+    return image_folder(find_folder("imagenet", ("train", "val"), directory, PAGE), **options)
 
 
-def load_tiny_imagenet(
-    directory: Path, download: bool, size: int = 64
-) -> tuple[ImageFolder, ImageFolder]:
-    """Load training and validation images of Tiny-ImageNet, whose test images have no labels.
+def tiny_imagenet(directory: Path, **options: Any) -> Dataset:
+    """Describe Tiny-ImageNet, whose test images have no labels.
 
-    The images of a class are in `train/<class>/images`, and those for validation in `val/images`
-    with their classes in `val/val_annotations.txt`, or as in `load_imagenet`.
+    The images of a class are below `train/<class>`, and those for validation in `val/images` with
+    their classes in `val/val_annotations.txt`, or as in `imagenet`.
 
     Args:
         directory: contains `train` and `val`, or a folder tiny_imagenet or tiny-imagenet-200 with
             both.
-        download: ignored: the archive has no published checksum.
-        size: rows and columns of an image; all have 64.
-
-    Returns:
-        As `load_imagenet`, with images that are scaled to `size` without a margin.
 
     Raises:
-        DataError: as for `load_imagenet`, or the annotations are damaged.
+        DataError: as for `imagenet`, or the annotations are damaged.
     """
     folder = find_folder(
         "tiny_imagenet", ("train", "val"), directory, TINY_PAGE, "tiny-imagenet-200"
     )
-    return _load("tiny_imagenet", folder, TINY_CLASSES, size, 1.0)
-
-
-def _load(
-    name: str, folder: Path, max_classes: int, size: int, margin: float
-) -> tuple[ImageFolder, ImageFolder]:
-    if size < 1:
-        raise DataError(f"size is {size}: expected at least 1")
-    train, val = folder / "train", folder / "val"
-    classes = _classes(name, train, max_classes)
-    if (val / ANNOTATIONS).is_file():
-        held_out = _annotated(val, classes)
-    else:
-        if odd := sorted(set(_classes(name, val, max_classes)) ^ set(classes)):
-            raise DataError(
-                f"{name}: {odd[0]} is a class in only one of {train} and {val}: both need the same "
-                "folders"
-            )
-        held_out = _in_folders(val, classes)
-    _pillow()  # fail early
-    files, labels = _in_folders(train, classes)
-    training = ImageFolder(files, torch.tensor(labels), size, margin)
-    return training, ImageFolder(held_out[0], torch.tensor(held_out[1]), size, margin)
-
-
-def _classes(name: str, folder: Path, max_classes: int) -> list[str]:
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-    if not names:
-        raise DataError(
-            f"{name}: {folder} has no folder per class: move its images into folders named after "
-            "their class, such as n01440764"
-        )
-    if len(names) > max_classes:
-        raise DataError(
-            f"{name}: {folder} has {len(names)} folders: expected at most {max_classes} classes"
-        )
-    return names
-
-
-def _in_folders(folder: Path, classes: list[str]) -> tuple[tuple[Path, ...], list[int]]:
-    inner = (f"{name}/images" for name in classes)
-    paths = [i if (folder / i).is_dir() else n for i, n in zip(inner, classes, strict=True)]
-    return class_files(folder, paths, ENDINGS, "every class needs at least one image")
-
-
-def _annotated(folder: Path, classes: list[str]) -> tuple[tuple[Path, ...], list[int]]:
-    """Read a list of rows with a file in `images`, its class, and further columns, in tabs."""
-    path, images = folder / ANNOTATIONS, folder / "images"
-    lines = read_bytes(path, ANNOTATION_BYTES).decode(errors="replace").splitlines()
-    present = {entry.name for entry in images.iterdir()} if images.is_dir() else set()
-    numbers = {name: label for label, name in enumerate(classes)}
-    files, labels = [], []
-    for number, line in enumerate(lines, 1):
-        file, name = (*line.split("\t"), "", "")[:2]
-        if file not in present or name not in numbers:
-            raise damaged(
-                path, f"line {number}: expected a file in {images} and one of the training classes"
-            )
-        files.append(images / file)
-        labels.append(numbers[name])
-    if not files:
-        raise damaged(path, "it lists no image")
-    return tuple(files), labels
+    return image_folder(folder, **options)
 
 
 def read_image(path: Path, size: int, channels: int = 3, margin: float = MARGIN) -> np.ndarray:

@@ -20,7 +20,10 @@ from spikefuse.data.recordings import Recording
 from spikefuse.data.sound import Sound
 
 BITS = (1, 2, 4, 8)
-SLICINGS = ("number", "time", "duration")
+SLICINGS = ("number", "events", "time", "duration")
+CONTENTS = ("counts", "time_surface", "voxel_grid")
+# Of a value of 1 in a voxel grid: 255 stands for 31.9 events.
+VOXEL_LEVELS = 8
 
 
 def whole_number(name: str, value: Any) -> int:
@@ -44,12 +47,17 @@ class Slicing:
             stacking based on the number of events (Wang et al., "Event-based High Dynamic Range
             Image and Very High Frame Rate Video Generation using Conditional Generative
             Adversarial Networks", CVPR 2019), as in SpikingJelly.
+            "events": slices of `count` events; events after the last slice are dropped, missing
+            slices are empty.
             "time": T equal slices of the time from the first to the last event.
             "duration": slices of `dt` from t = 0, the start of the recording; events after the
             last slice are dropped, missing slices are empty.
         num_steps: T.
         dt: microseconds per slice, for "duration" only.
-        bits: bits per count, 1, 2, 4 or 8; counts saturate at `2**bits - 1`.
+        bits: bits per value, 1, 2, 4 or 8; values saturate at `2**bits - 1`.
+        count: events per slice, for "events" only.
+        content: "counts"; "time_surface", with levels of `time_surface` from 0 to `2**bits - 1`; or
+            "voxel_grid", with 8 levels per event of `voxel_grid`, and by "time".
 
     Raises:
         DataError: a value is invalid.
@@ -59,24 +67,39 @@ class Slicing:
     num_steps: int = 16
     dt: int | None = None
     bits: int = 8
+    count: int | None = None
+    content: str = "counts"
 
     def __post_init__(self) -> None:
         if self.by not in SLICINGS:
             raise DataError(f"by is {self.by!r}: expected one of {', '.join(SLICINGS)}")
-        for name in ("num_steps", "bits", *([] if self.dt is None else ["dt"])):
+        given = [name for name in ("dt", "count") if getattr(self, name) is not None]
+        for name in ("num_steps", "bits", *given):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         if self.num_steps < 1:
             raise DataError(f"num_steps is {self.num_steps}: expected at least 1")
         if self.bits not in BITS:
             raise DataError(f"bits is {self.bits}: expected 1, 2, 4 or 8")
-        if (self.dt is None) == (self.by == "duration") or (self.dt is not None and self.dt <= 0):
-            raise DataError(
-                f"dt is {self.dt}: expected microseconds with by='duration', otherwise None"
-            )
+        for name, unit, by in (("dt", "microseconds", "duration"), ("count", "events", "events")):
+            value = getattr(self, name)
+            if (value is None) == (self.by == by) or (value is not None and value <= 0):
+                raise DataError(
+                    f"{name} is {value}: expected {unit} with by={by!r}, otherwise None"
+                )
+        if self.content not in CONTENTS:
+            raise DataError(f"content is {self.content!r}: expected one of {', '.join(CONTENTS)}")
+        if self.content == "voxel_grid" and self.by != "time":
+            raise DataError(f"by is {self.by!r}: expected 'time' for a voxel grid")
+
+    @property
+    def scale(self) -> float:
+        """The value of one level."""
+        levels = {"time_surface": 2**self.bits - 1, "voxel_grid": VOXEL_LEVELS}
+        return 1 / levels.get(self.content, 1)
 
 
 def to_frames(events: Recording | Sound, slicing: Slicing) -> np.ndarray:
-    """Count the events of a recording per slice and site of the sensor.
+    """Count the events of a recording per slice and site of the sensor, or as `content` says.
 
     Of a sound, a slice is a frame of its log-mel spectrogram, which begins with the slice.
 
@@ -91,18 +114,81 @@ def to_frames(events: Recording | Sound, slicing: Slicing) -> np.ndarray:
         DataError: a sound is cut by events, or all events lie after the slices of "duration".
     """
     if isinstance(events, Sound):
+        if slicing.content != "counts":
+            raise DataError(f"content is {slicing.content!r}, but sounds have no events")
         if slicing.dt is None:
             raise DataError(f"by is {slicing.by!r}, but sounds have no events: expected 'duration'")
         return events.levels(slicing.num_steps, slicing.dt, slicing.bits)
-    steps = _steps(events, slicing)
-    inside = steps < slicing.num_steps
-    values = int(np.prod(events.size))
-    places = steps * values + events.sites
-    if not inside.all():
-        places = places[inside]
-    counts = np.bincount(places, minlength=slicing.num_steps * values)
-    np.minimum(counts, 2**slicing.bits - 1, out=counts)
-    return counts.astype(np.uint8).reshape(slicing.num_steps, *events.size)
+    if slicing.content == "counts":
+        values = _sums(events, slicing.num_steps, [(_steps(events, slicing), None)])
+    elif slicing.content == "time_surface":
+        values = np.rint(time_surface(events, slicing) / slicing.scale)
+    else:
+        values = np.rint(voxel_grid(events, slicing.num_steps) / slicing.scale)
+    return np.minimum(values, 2**slicing.bits - 1).astype(np.uint8)
+
+
+def time_surface(events: Recording, slicing: Slicing, tau: int = 50_000) -> np.ndarray:
+    """Return how recent the last event at each site is, at the end of each slice.
+
+    With the time T of the last event at a site so far and the time e of the last event in a slice,
+    of this and the ones before, the value is exp(-(e - T) / tau), and 0 without an event.
+
+    Source: Lagorce, Orchard, Galluppi, Shi, Benosman, "HOTS: A Hierarchy of Event-Based
+    Time-Surfaces for Pattern Recognition", IEEE TPAMI 39(7), 2017.
+
+    Args:
+        events: the recording.
+        slicing: how time is cut.
+        tau: time constant, in microseconds.
+
+    Returns:
+        float32 `[T, P, H, W]`.
+    """
+    steps, sites, t = _steps(events, slicing), events.sites, events.t.astype(np.float64)
+    ends = np.searchsorted(steps, np.arange(slicing.num_steps), "right")
+    last = np.full(math.prod(events.size), -np.inf)
+    surfaces = np.zeros((slicing.num_steps, *last.shape), np.float32)
+    start = 0
+    for surface, end in zip(surfaces, ends, strict=True):
+        last[sites[start:end]] = t[start:end]  # the last of several at a site stays
+        if end:
+            surface[:] = np.exp((last - t[end - 1]) / tau)
+        start = end
+    return surfaces.reshape(-1, *events.size)
+
+
+def voxel_grid(events: Recording, num_steps: int) -> np.ndarray:
+    """Return the events of a recording, each shared by the two nearest of T points in time.
+
+    With the first and last time t_0 and t_E, an event at t lies at u = (T - 1) (t - t_0) /
+    (t_E - t_0), and adds max(0, 1 - |k - u|) to step k. Polarities are apart.
+
+    Source: Zhu, Yuan, Chaney, Daniilidis, "Unsupervised Event-based Learning of Optical Flow,
+    Depth, and Egomotion", CVPR 2019.
+
+    Returns:
+        float32 `[T, P, H, W]`.
+    """
+    t = events.t.astype(np.float64)
+    place = (num_steps - 1) * (t - t[:1]) / max(float(np.ptp(t)) if len(t) else 0.0, 1.0)
+    before = place.astype(np.int64)
+    share = place - before
+    return _sums(events, num_steps, [(before, 1 - share), (before + 1, share)]).astype(np.float32)
+
+
+def _sums(
+    events: Recording, num_steps: int, parts: list[tuple[np.ndarray, np.ndarray | None]]
+) -> np.ndarray:
+    """Sum the weights of events, or count them, by step and site; steps from T are dropped."""
+    values = math.prod(events.size)
+    total = np.zeros(num_steps * values)
+    for steps, weights in parts:
+        places, inside = steps * values + events.sites, steps < num_steps
+        if not inside.all():
+            places, weights = places[inside], None if weights is None else weights[inside]
+        total = total + np.bincount(places, weights, len(total))
+    return total.reshape(num_steps, *events.size)
 
 
 def num_slices(events: Recording, dt: int) -> int:
@@ -119,6 +205,8 @@ def _steps(events: Recording, slicing: Slicing) -> np.ndarray:
         return np.minimum(np.arange(len(t)) // max(len(t) // num, 1), num - 1)
     if slicing.by == "time":
         return (t - t[0]) * num // (t[-1] - t[0] + 1)
+    if slicing.count is not None:
+        return np.arange(len(t)) // slicing.count
     assert slicing.dt is not None
     if t[0] >= num * slicing.dt:
         raise DataError(

@@ -3,22 +3,19 @@
 Cramer, Stradmann, Schemmel, Zenke, "The Heidelberg Spiking Data Sets for the Systematic
 Evaluation of Spiking Neural Networks", IEEE TNNLS 33(7), 2022.
 
-The HDF5 files are read with h5py, in a process of its own (spikefuse/hdf5.py). tonic's classes for
-them require the downloaded archives and reopen the file for each recording.
+The HDF5 files are read with h5py, in a process of its own (spikefuse/hdf5.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from spikefuse import hdf5
-from spikefuse.data.files import damaged, find_folder, not_installed
+from spikefuse.data.files import damaged, find_folder, read_hdf5
 from spikefuse.data.recordings import Recording, RecordingSet, make_recording
 
 PAGE = "https://zenkelab.org/datasets/"
@@ -55,7 +52,7 @@ def recordings_in(path: Path, num_classes: int) -> RecordingSet:
     Raises:
         DataError: the file is missing or damaged, or h5py is not installed.
     """
-    with contextlib.closing(_arrays(path)) as arrays:
+    with contextlib.closing(read_hdf5(path, "heidelberg_file.py")) as arrays:
         labels = next(arrays)
     if len(wrong := labels[~np.isin(labels, np.arange(num_classes))]):
         raise damaged(path, f"a label {wrong[0]:g}, expected one from 0 to {num_classes - 1}")
@@ -63,27 +60,13 @@ def recordings_in(path: Path, num_classes: int) -> RecordingSet:
 
 
 def _read(path: Path) -> Iterator[Recording]:
-    arrays = _arrays(path)
+    arrays = read_hdf5(path, "heidelberg_file.py")
     for i in range(len(next(arrays))):
         t, x = (next(arrays).astype(np.float64) for _ in range(2))
         if t.size != x.size:
             raise damaged(path, f"recording {i}: {t.size} times, {x.size} units")
         zeros = np.zeros(len(x), np.uint8)
         yield make_recording((x, zeros, zeros, np.rint(t * 1e6)), SIZE, path)
-
-
-def _arrays(path: Path) -> Generator[np.ndarray]:
-    """Yield what heidelberg_file.py reads: the labels, then times and units of each recording.
-
-    Raises:
-        DataError: the file can't be read, or h5py is not installed.
-    """
-    if importlib.util.find_spec("h5py") is None:
-        raise not_installed(path.name, "h5py", "events")
-    try:
-        yield from hdf5.arrays(Path(__file__).with_name("heidelberg_file.py"), path)
-    except (OSError, ValueError) as error:
-        raise damaged(path, str(error)) from error
 
 
 find_shd = partial(find_heidelberg, "shd", ("train", "test"), len(SHD_CLASSES))

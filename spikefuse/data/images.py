@@ -142,18 +142,24 @@ def split(images: Examples, fraction: float, seed: int) -> tuple[Examples, Examp
         fraction: fraction of every class in `part`, rounded, in [0, 1].
         seed: seed of the random choice.
     """
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"fraction is {fraction}: expected a number from 0 to 1")
-    generator = torch.Generator().manual_seed(seed)
-    chosen = torch.zeros(len(images), dtype=torch.bool)
-    for label in images.labels.unique():
-        members = (images.labels == label).nonzero().squeeze(1)
-        order = torch.randperm(len(members), generator=generator)
-        chosen[members[order[: round(fraction * len(members))]]] = True
-    if not chosen.any():
-        order = torch.randperm(len(images), generator=generator)
-        chosen[order[: round(fraction * len(images))]] = True
+    chosen = draw(images.labels, fraction, seed)
     if isinstance(images, Images):
         return images[~chosen], images[chosen]
     rest, part = (mask.nonzero().squeeze(1) for mask in (~chosen, chosen))
     return Subset(images, rest), Subset(images, part)
+
+
+def draw(labels: Tensor, fraction: float, seed: int) -> Tensor:
+    """Draw the part of `split`, bool `[N]`."""
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"fraction is {fraction}: expected a number from 0 to 1")
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique():
+        members = (labels == label).nonzero().squeeze(1)
+        order = torch.randperm(len(members), generator=generator)
+        chosen[members[order[: round(fraction * len(members))]]] = True
+    if not chosen.any():
+        order = torch.randperm(len(labels), generator=generator)
+        chosen[order[: round(fraction * len(labels))]] = True
+    return chosen

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from spikefuse.data.files import DataError, class_files, find_folder
-from spikefuse.data.nmnist import read_saccades
+from spikefuse.data.nmnist import read_nmnist
 from spikefuse.data.recordings import RecordingSet
 
 PAGE = "https://www.garrickorchard.com/datasets/n-caltech101"
@@ -37,7 +37,7 @@ CLASSES = (
 )
 TRAIN_SHARE = 0.9  # of each class, at its beginning
 
-read_ncaltech101 = partial(read_saccades, size=SIZE)
+read_ncaltech101 = partial(read_nmnist, size=SIZE)
 
 
 def find_ncaltech101(directory: Path) -> tuple[RecordingSet, RecordingSet]:

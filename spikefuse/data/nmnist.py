@@ -11,13 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from spikefuse.data.files import DataError, class_files, damaged, find_folder, not_installed
+from spikefuse.data.event_files import read_saccades
+from spikefuse.data.files import class_files, find_folder
 from spikefuse.data.recordings import Recording, RecordingSet, make_recording
 
 PAGE = "https://www.garrickorchard.com/datasets/n-mnist"
 SIZE = (2, 34, 34)
-EVENT_BYTES = 5
-FIELDS = np.dtype([("x", np.int64), ("y", np.int64), ("t", np.int64), ("p", np.int64)])
 
 
 def find_nmnist(directory: Path) -> tuple[RecordingSet, RecordingSet]:
@@ -36,29 +35,10 @@ def _recordings(folder: Path) -> RecordingSet:
     return RecordingSet(SIZE, np.array(labels), files, partial(map, read_nmnist, files))
 
 
-def read_saccades(path: Path, size: tuple[int, ...]) -> Recording:
-    """Read one .bin file of N-MNIST or N-Caltech101, using tonic.
-
-    Args:
-        path: of the file.
-        size: of the sensor, (P, H, W).
+def read_nmnist(path: Path, size: tuple[int, int, int] = SIZE) -> Recording:
+    """Read one .bin file, of N-MNIST or with the `size` of another sensor.
 
     Raises:
-        DataError: the file is missing or invalid, or tonic is not installed.
+        DataError: the file is missing or damaged.
     """
-    try:
-        from tonic.io import read_mnist_file
-    except ImportError as error:
-        raise not_installed(path.name, "tonic", "events") from error
-    try:
-        num_bytes = path.stat().st_size
-        if not num_bytes or num_bytes % EVENT_BYTES:  # tonic would read some of it, or fail later
-            raise damaged(path, f"{num_bytes} bytes are not a multiple of 5, one event")
-        events = read_mnist_file(path, FIELDS)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    columns = (events["x"], events["y"], events["p"], events["t"])
-    return make_recording(columns, size, path)
-
-
-read_nmnist = partial(read_saccades, size=SIZE)
+    return make_recording(read_saccades(path), size, path)

@@ -92,6 +92,9 @@ def _problems(columns: Sequence[np.ndarray], size: tuple[int, ...]) -> Iterator[
     polarities, height, width = size if len(size) == 3 else (1, 1, size[0])
     limits = (width, height, polarities, TIME_LIMIT)
     for name, values, limit in zip("xypt", columns, limits, strict=False):
+        whole = values.dtype.kind in "iub"
+        if whole and len(values) and values.min() >= 0 and values.max() < limit:
+            continue
         wrong = ~((values >= 0) & (values < limit))  # includes NaN
         if values.dtype.kind == "f":
             wrong |= values != np.rint(values)

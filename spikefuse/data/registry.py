@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from spikefuse.data import cifar, dvs_gesture, heidelberg, ncaltech101, speech_commands
 from spikefuse.data.cifar import load_cifar10, load_cifar100, load_cifar100_coarse
 from spikefuse.data.cifar10_dvs import find_cifar10_dvs, read_cifar10_dvs
+from spikefuse.data.dataset import Dataset, Reader
 from spikefuse.data.digits import load_digits
 from spikefuse.data.dvs_gesture import find_dvs_gesture
 from spikefuse.data.files import DataError, default_directory
 from spikefuse.data.folder import (
     ENDINGS,
     MARGIN,
-    MAX_CLASSES,
-    TINY_CLASSES,
-    load_imagenet,
-    load_tiny_imagenet,
+    image_folder,
+    imagenet,
     read_image,
+    tiny_imagenet,
 )
 from spikefuse.data.frames import Frames, Slicing, to_frames
 from spikefuse.data.heidelberg import SHD_CLASSES, SSC_CLASSES
@@ -31,8 +31,9 @@ from spikefuse.data.images import Examples
 from spikefuse.data.mnist import load_fashion_mnist, load_mnist
 from spikefuse.data.ncaltech101 import find_ncaltech101, read_ncaltech101
 from spikefuse.data.nmnist import find_nmnist, read_nmnist
-from spikefuse.data.recordings import Recording, RecordingSet
-from spikefuse.data.sound import Sound, read_wav
+from spikefuse.data.recording_folder import FILES, PARTS, event_folder
+from spikefuse.data.recordings import RecordingSet
+from spikefuse.data.sound import read_wav
 from spikefuse.data.speech_commands import find_speech_commands
 from spikefuse.data.store import load_frames
 
@@ -45,43 +46,7 @@ CLOTHES = (
 
 # Finds the training, perhaps validation, and test recordings in a folder.
 Find = Callable[[Path], tuple[RecordingSet, ...]]
-# Reads the recordings in a file.
-Reader = Callable[[Path], Iterator[Recording | Sound]]
-PARTS = {2: ("train", "test"), 3: ("train", "valid", "test")}
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """The description of a dataset, ours or a user's own.
-
-    ```python
-    def read(directory, download):
-        train, test = torch.load(directory / "shapes.pt")  # (uint8 [N, 1, 16, 16], int64 [N])
-        return Images(*train), Images(*test)
-
-    shapes = Dataset((1, 16, 16), ("circle", "square"), read)
-    ```
-
-    Args:
-        shape: shape of an image, (C, H, W), or of a frame, (P, H, W), or (W,) for audio.
-        classes: name of each label.
-        read: maps (directory, download, **transform) to (training examples, test examples), or to
-            (training, validation, test), which are `Images`, `Frames` or other `Examples`.
-            `DataError` reports missing files.
-        kind: "images", which are encoded as sequences, or "events", which are sequences.
-        transform: the options of `load` that this dataset takes, with their defaults; those of
-            events include num_steps.
-        files: of events, the ending of the files that `read_file` accepts, and their reader.
-        scale: of events, a network's input is `scale` times the values of the frames.
-    """
-
-    shape: tuple[int, ...]
-    classes: tuple[str, ...]
-    read: Callable[..., tuple[Examples, ...]]
-    kind: Literal["images", "events"] = "images"
-    transform: Mapping[str, Any] = field(default_factory=dict)
-    files: tuple[str, Reader] | None = None
-    scale: float = 1.0
+SLICING = [field.name for field in fields(Slicing)]
 
 
 # Ending and reader of the files of each event dataset.
@@ -94,6 +59,20 @@ EVENT_FILES: dict[str, tuple[str, Reader]] = {
     "ssc": (".h5", lambda path: heidelberg.recordings_in(path, len(SSC_CLASSES)).read()),
     "speech_commands": (".wav", lambda path: iter([read_wav(path)])),
 }
+
+
+def _described(
+    describe: Callable[..., Dataset], shape: tuple[int, ...], num_classes: int = 0, **options: Any
+) -> Dataset:
+    """Return a dataset of which `describe` finds the shape and the classes in the files."""
+
+    def read(directory: Path, download: bool, **options: Any) -> tuple[Examples, ...]:
+        found = describe(directory, **options)
+        return found.read(directory, download, **found.transform)
+
+    # Checkpoints of earlier versions lack the classes.
+    classes = tuple(f"class {i}" for i in range(num_classes))
+    return Dataset(shape, classes, read, transform=options, describe=describe)
 
 
 def _events(
@@ -120,8 +99,7 @@ OBJECTS = Slicing("number", 10, bits=4)
 SCREEN, SPEECH = Slicing("number", 10, bits=8), Slicing("duration", 100, dt=14_000, bits=4)
 # Frames of 25 ms begin every 10 ms, as is usual in speech recognition.
 SPECTRA = Slicing("duration", 100, dt=10_000, bits=8)
-CAMERA, IMAGE = (2, 128, 128), (3, 224, 224)
-IMAGENET = tuple(f"class {i}" for i in range(MAX_CLASSES))
+CAMERA = (2, 128, 128)
 
 DATASETS: dict[str, Dataset] = {
     "digits": Dataset((1, 8, 8), DIGITS, load_digits),
@@ -130,15 +108,19 @@ DATASETS: dict[str, Dataset] = {
     "cifar10": Dataset(cifar.SHAPE, cifar.CLASSES, load_cifar10),
     "cifar100": Dataset(cifar.SHAPE, cifar.CLASSES100, load_cifar100),
     "cifar100_coarse": Dataset(cifar.SHAPE, tuple(cifar.SUPERCLASSES), load_cifar100_coarse),
-    "imagenet": Dataset(IMAGE, IMAGENET, load_imagenet, transform={"size": 224}),
-    "tiny_imagenet": Dataset(
-        (3, 64, 64), IMAGENET[:TINY_CLASSES], load_tiny_imagenet, transform={"size": 64}
-    ),
+    "imagenet": _described(imagenet, (3, 224, 224), 1000, size=224, grey=False, margin=MARGIN),
+    "tiny_imagenet": _described(tiny_imagenet, (3, 64, 64), 200, size=64, grey=False, margin=1.0),
+    "folder": _described(image_folder, (3, 64, 64), size=64, grey=False, margin=1.0, seed=0),
     "nmnist": _events("nmnist", find_nmnist, (2, 34, 34), DIGITS, SACCADES),
     "dvs_gesture": _events("dvs_gesture", find_dvs_gesture, CAMERA, dvs_gesture.CLASSES, GESTURES),
     "cifar10_dvs": _events("cifar10_dvs", find_cifar10_dvs, CAMERA, cifar.CLASSES, SCREEN),
     "ncaltech101": _events(
         "ncaltech101", find_ncaltech101, ncaltech101.SIZE, ncaltech101.CLASSES, OBJECTS
+    ),
+    "events": replace(
+        _described(event_folder, CAMERA, **vars(Slicing()), sensor=None, size=None, seed=0),
+        kind="events",
+        files=FILES,
     ),
     "shd": _events("shd", heidelberg.find_shd, heidelberg.SIZE, SHD_CLASSES, SPEECH),
     "ssc": _events("ssc", heidelberg.find_ssc, heidelberg.SIZE, SSC_CLASSES, SPEECH),
@@ -154,8 +136,15 @@ DATASETS: dict[str, Dataset] = {
 }
 
 
+# Datasets of a user's own files, which are in no default folder.
+OWN = ("folder", "events")
+
+
 def load(
-    name: str, directory: str | Path | None = None, download: bool = False, **transform: Any
+    dataset: str | Dataset,
+    directory: str | Path | None = None,
+    download: bool = False,
+    **transform: Any,
 ) -> tuple[Examples, ...]:
     """Load the training and test examples of a dataset, and those for validation if it has any.
 
@@ -166,28 +155,47 @@ def load(
         x, labels = sf.data.expand(batch), batch.labels  # [32, 1, 8, 8], from 0 to 1
 
     Args:
-        name: one of `DATASETS`.
+        dataset: one of `DATASETS`, or a description, such as that of `image_folder`.
         directory: folder of the files and of downloads; by default `$SPIKEFUSE_DATA`, else `data/`
             of a source checkout of spikefuse if it exists, else a folder in the user's cache.
         download: download missing files and verify their checksums, for mnist, fashion_mnist,
             cifar10 and cifar100; for others, the error says where to get them.
-        transform: options of the dataset: those of `Slicing` for events, `size` for imagenet and
-            tiny_imagenet.
+        transform: options of the dataset: those of `Slicing` for events, those of `image_folder`
+            for folder, imagenet and tiny_imagenet.
 
     Returns:
-        (training, test), or of ssc and speech_commands (training, validation, test): `Images`,
+        (training, test), or for some datasets (training, validation, test): `Images`,
         `ImageFolder`s or `Frames`. Frames are computed once and cached on disk.
 
     Raises:
         DataError: the dataset or an option is unknown, a file is missing or damaged, or the
             download failed.
     """
-    options = _options(name, transform)
-    folder = default_directory() if directory is None else Path(directory).expanduser()
-    return DATASETS[name].read(folder, download, **options)
+    found, options = _find(dataset, transform)
+    return found.read(_directory(dataset, directory), download, **options)
 
 
-def read_file(name: str, path: str | Path, **transform: Any) -> Iterator[np.ndarray]:
+def describe(
+    name: str, directory: str | Path | None = None, **transform: Any
+) -> tuple[Dataset, dict[str, Any]]:
+    """Return the description of a dataset, with the shape and the classes of the files.
+
+    Args:
+        name, directory, transform: as for `load`.
+
+    Returns:
+        The description, and the options with which to load it.
+
+    Raises:
+        DataError: as for `load`.
+    """
+    found, options = _find(name, transform)
+    if found.describe is None:
+        return found, options
+    return found.describe(_directory(name, directory), **options), {}
+
+
+def read_file(dataset: str | Dataset, path: str | Path, **transform: Any) -> Iterator[np.ndarray]:
     """Read the examples in one file, such as a user's own, in the form of a dataset.
 
     An image is scaled so that its shorter side fits and cropped at the centre, with the margin of
@@ -196,7 +204,7 @@ def read_file(name: str, path: str | Path, **transform: Any) -> Iterator[np.ndar
     the gestures listed in the table beside it, `<stem>_labels.csv`; without one it is one gesture.
 
     Args:
-        name: one of `DATASETS`.
+        dataset: one of `DATASETS`, or a description.
         path: the file.
         transform: as for `load`.
 
@@ -207,40 +215,61 @@ def read_file(name: str, path: str | Path, **transform: Any) -> Iterator[np.ndar
         DataError: the dataset or an option is unknown, or the file is missing or damaged; some
             damage is found only when an example is read.
     """
-    path, options = Path(path).expanduser(), _options(name, transform)
-    if DATASETS[name].kind == "events":
-        ending, read = _event_files(name)
-        if path.suffix.lower() != ending:
+    path, (found, options) = Path(path).expanduser(), _find(dataset, transform)
+    if found.kind == "events":
+        endings, read = _event_files(dataset)
+        if path.suffix.lower() not in endings:
+            ending, name = " or ".join(endings), _name(dataset)
             raise DataError(f"{path} is not a file of {name}: expected one that ends in {ending}")
-        return map(partial(to_frames, slicing=Slicing(**options)), read(path))
-    channels, size, width = (*DATASETS[name].shape, 0, 0)[:3]
+        slicing = Slicing(**{name: options.pop(name) for name in SLICING})
+        return map(partial(to_frames, slicing=slicing), read(path, **options))
+    channels, size, width = (*found.shape, 0, 0)[:3]
     if channels not in (1, 3) or size != width:
+        name = _name(dataset)
         raise DataError(f"images of {name} are not square, in grey or RGB: convert {path} to bytes")
-    margin = MARGIN if name == "imagenet" else 1.0
-    return iter([read_image(path, options.get("size", size), channels, margin)])
+    size, channels = options.get("size", size), 1 if options.get("grey") else channels
+    return iter([read_image(path, size, channels, options.get("margin", 1.0))])
 
 
-def _event_files(name: str) -> tuple[str, Reader]:
-    files = DATASETS[name].files
+def _event_files(dataset: str | Dataset) -> tuple[tuple[str, ...], Reader]:
+    files = _find(dataset, {})[0].files
     if files is None:
-        raise DataError(f"{name} has no reader of single files: set files in its Dataset")
-    return files
+        raise DataError(f"{_name(dataset)} has no reader of single files: set files in its Dataset")
+    return ((files[0],) if isinstance(files[0], str) else files[0]), files[1]
 
 
-def file_endings(name: str) -> set[str]:
+def file_endings(dataset: str | Dataset) -> set[str]:
     """Return the endings of the files that `read_file` expects, in lower case."""
-    return {_event_files(name)[0]} if DATASETS[name].kind == "events" else ENDINGS
+    is_events = _find(dataset, {})[0].kind == "events"
+    return {*_event_files(dataset)[0]} if is_events else ENDINGS
 
 
-def _options(name: str, transform: dict[str, Any]) -> dict[str, Any]:
-    """Check and complete the options of a dataset."""
-    if name not in DATASETS:
-        raise DataError(f"unknown dataset {name!r}: choose one of {', '.join(DATASETS)}")
-    own = dict(DATASETS[name].transform)
+def _name(dataset: str | Dataset) -> str:
+    return dataset if isinstance(dataset, str) else dataset.name
+
+
+def _directory(dataset: str | Dataset, directory: str | Path | None) -> Path:
+    if directory is not None:
+        return Path(directory).expanduser()
+    if dataset in OWN:
+        raise DataError(f"{dataset} is a dataset of your own files: set data_dir to their folder")
+    return default_directory()
+
+
+def _find(dataset: str | Dataset, transform: dict[str, Any]) -> tuple[Dataset, dict[str, Any]]:
+    """Return the description of a dataset, and its options, checked and completed."""
+    name = _name(dataset)
+    found = DATASETS.get(dataset) if isinstance(dataset, str) else dataset
+    if found is None:
+        raise DataError(
+            f"unknown dataset {name!r}: choose one of {', '.join(DATASETS)}, or for a folder of "
+            "your own spikefuse.data.image_folder"
+        )
+    own = dict(found.transform)
     for option in transform:
         if option not in own:
             options = ", ".join(own) or "none"
             raise DataError(f"{name} has no option {option!r}: its options are {options}")
     if transform.get("by", own.get("by")) != own.get("by"):
-        del own["dt"]  # it belongs to the default slicing
-    return {**own, **transform}
+        own |= {"dt": None, "count": None}  # they belong to the default slicing
+    return found, {**own, **transform}

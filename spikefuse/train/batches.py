@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from spikefuse.data import DATASETS, Examples, Frames
+from spikefuse.data import Examples, Frames
 from spikefuse.nn import Events
 from spikefuse.nn.encode import direct, poisson
 from spikefuse.train.config import TrainConfig
@@ -48,7 +48,7 @@ def encode(inputs: Tensor, config: TrainConfig, share: slice = WHOLE) -> Tensor 
         inputs: images `[B, C, H, W]` or event frames `[B, T, ...]`.
         share: the samples to return; random numbers are drawn for the whole batch.
     """
-    dataset = DATASETS[config.dataset]
+    dataset = config.data
     if dataset.kind == "events":
         frames = inputs[share].transpose(0, 1)
         if config.on_events:  # several events at a site within a step are one spike

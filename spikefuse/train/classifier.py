@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import spikefuse
 from spikefuse.data import (
-    DATASETS,
     cutmix,
     cutout,
     drop_events,
@@ -134,7 +133,7 @@ class Classifier(pl.LightningModule):
                 event frames `[B, T, S]`.
             share: the samples to return; random numbers are drawn for the whole batch.
         """
-        dataset = DATASETS[self.config.dataset]
+        dataset = self.config.data
         if self.config.on_events and dataset.kind == "events":
             return Events.from_bits(inputs[share].transpose(0, 1), math.prod(dataset.shape))
         return batches.encode(inputs, self.config, share)
@@ -181,7 +180,7 @@ class Classifier(pl.LightningModule):
 
     @property
     def _num_classes(self) -> int:
-        return len(DATASETS[self.config.dataset].classes)
+        return len(self.config.data.classes)
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Compute the training loss, a scalar.

@@ -51,6 +51,8 @@ examples:
       --epochs 5 --batch-size 100 --shift 0
   spikefuse train --config temporal-fusion-mnist-resnet18 --download
   spikefuse train --model my_code:small --dataset my_code:shapes          code in my_code.py, here
+  spikefuse train --dataset folder --data-dir photos --size 64                   images of your own
+  spikefuse train --dataset events --data-dir recordings --model resnet18    recordings of your own
   spikefuse train --resume runs/digits-conv-1
   torchrun --nproc_per_node 2 -m spikefuse train --batch-size 64
   torchrun --nproc_per_node 4 -m spikefuse train --time-ranks 2 --data-ranks 2 -T 32
@@ -131,6 +133,8 @@ def _add_train(commands: Any) -> None:
         **_EXACT,
     )
     for f in fields(TrainConfig):
+        if f.metadata["kind"] is tuple:  # found in the files
+            continue
         if f.name in GROUPS:
             group = train.add_argument_group(GROUPS[f.name])
         _add_option(group, f.name, f.metadata)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from spikefuse.data import DATASETS
-from spikefuse.data.frames import SLICINGS
+from spikefuse.data import DATASETS, Dataset
+from spikefuse.data.frames import CONTENTS, SLICINGS, Slicing
 from spikefuse.events.candidates import with_candidates
 from spikefuse.graph.fuse import fuse
 from spikefuse.memory.policies import POLICIES
@@ -20,6 +19,7 @@ from spikefuse.neurons.firing import RESETS
 from spikefuse.nn import Temporal
 from spikefuse.train import choices, own
 from spikefuse.train.choices import EVENT_MODEL
+from spikefuse.train.conflicts import find_conflicts
 from spikefuse.train.fields import (
     AT_LEAST_ONE,
     BELOW_ONE,
@@ -31,6 +31,8 @@ from spikefuse.train.fields import (
     choice,
     flag,
     number,
+    of_files,
+    text,
     up_to,
 )
 
@@ -67,6 +69,17 @@ class TrainConfig:
     detach_reset: bool | None = flag(
         None, "stop gradients through the reset", "the neuron's own; yes for event models"
     )
+    size: int | None = number(
+        None,
+        "rows and columns of an image or frame; folder, events, imagenet and tiny_imagenet",
+        AT_LEAST_ONE,
+        "the dataset's own; events: the sensor's",
+        int,
+    )
+    grey: bool = flag(False, "read images in grey; folder, imagenet and tiny_imagenet", "no")
+    sensor: str | None = text(
+        None, "events: columns and rows of the camera, such as 346x260", "the files' own"
+    )
     num_steps: int = number(
         None, "number of time steps", AT_LEAST_ONE, "8; for event data, the dataset's own", int
     )
@@ -77,8 +90,8 @@ class TrainConfig:
     )
     slicing: str | None = choice(
         None,
-        "how events are cut into frames: equal numbers of events, equal shares of the recording's "
-        "time, or frames of --slice-us microseconds",
+        "how events are cut into frames: equal numbers of events, frames of --slice-events events, "
+        "equal shares of the recording's time, or frames of --slice-us microseconds",
         SLICINGS,
         "the dataset's own",
     )
@@ -88,6 +101,15 @@ class TrainConfig:
         AT_LEAST_ONE,
         "the dataset's own",
         int,
+    )
+    slice_events: int | None = number(
+        None, "events per frame, with --slicing events", AT_LEAST_ONE, "none", int
+    )
+    frames: str = choice(
+        "counts",
+        "what frames of events hold: counts, how recent the last event is (time_surface), or with "
+        "--slicing time events shared by the two nearest frames (voxel_grid)",
+        CONTENTS,
     )
     capacity: float | None = number(
         None,
@@ -239,25 +261,22 @@ class TrainConfig:
         False, "synchronize batch norm statistics across GPUs, under torchrun", "no"
     )
 
+    classes: tuple[str, ...] | None = of_files()
+    shape: tuple[int, ...] | None = of_files()
+
     def __post_init__(self) -> None:
         for setting in own.REGISTRIES:
             own.register(setting, getattr(self, setting))
         check_fields(self)
         self._fill_in_defaults()
-        for conflicts in (
-            self._data_conflicts,
-            self._event_model_conflicts,
-            self._neuron_conflicts,
-            self._training_conflicts,
-        ):
-            for conflict in conflicts():
-                raise ConfigError(conflict)
+        for conflict in find_conflicts(self):
+            raise ConfigError(conflict)
         if self.on_events:
             self._check_event_neuron()
 
     def _fill_in_defaults(self) -> None:
         """Set the values whose default depends on the dataset or on the model."""
-        dataset = DATASETS[self.dataset]
+        dataset = self.data
         recorded = self.on_events and dataset.kind == "events"
         defaults: dict[str, Any] = {
             "num_steps": dataset.transform.get("num_steps", choices.DEFAULT_STEPS),
@@ -276,86 +295,6 @@ class TrainConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
 
-    def _data_conflicts(self) -> Iterator[str]:
-        dataset = DATASETS[self.dataset]
-        if len(dataset.shape) == 1:
-            names = (*choices.OF_PLANES, *choices.OF_IMAGES)
-            yield from self._given(f"{self.dataset} has no rows and columns", *names)
-            of_vectors = "mlp" in self.model or self.is_recurrent
-            if not of_vectors and not own.is_reference(self.model):
-                yield (
-                    f"model is {self.model}, but {self.dataset} is one-dimensional: choose mlp or "
-                    "recurrent"
-                )
-        if dataset.kind != "events":
-            of_events = ("slicing", "slice_us", "drop_events")
-            yield from self._given(f"{self.dataset} is not event data", *of_events)
-        else:
-            yield from self._given(f"{self.dataset} has no images", *choices.OF_IMAGES)
-            if dataset.scale != 1:
-                yield from self._given(f"{self.dataset} holds levels, not events", "drop_events")
-        if self.trivial_augment and dataset.shape[0] not in (1, 3):
-            yield f"trivial_augment is given, but {self.dataset} is neither grey nor RGB: remove it"
-        side = min(dataset.shape[-2:])
-        if self.cutout >= side:  # it would often leave nothing of an image
-            yield (
-                f"cutout is {self.cutout}: expected less than the {side} rows or columns of "
-                f"{self.dataset}"
-            )
-        slicing = self.slicing or dataset.transform.get("by")
-        if self.slice_us is not None and slicing != "duration":
-            yield f"slice_us is given, but slicing is {slicing}: remove it, or choose duration"
-        if dataset.scale != 1 and slicing != "duration":
-            yield f"slicing is {slicing}, but {self.dataset} has no events to count: remove it"
-        if slicing == "duration" and not (self.slice_us or dataset.transform.get("dt")):
-            yield f"slicing is duration, but {self.dataset} has no default duration: set slice_us"
-
-    def _given(self, reason: str, *names: str) -> Iterator[str]:
-        for name in names:
-            if getattr(self, name):
-                yield f"{name} is given, but {reason}: remove it"
-
-    def _event_model_conflicts(self) -> Iterator[str]:
-        if not self.on_events:
-            for name in ("capacity", "overflow", "activity", "activity_weight"):
-                if getattr(self, name) not in (None, choices.OVERFLOWS[0]):
-                    yield f"{name} is given, but the model is not {EVENT_MODEL}"
-            return
-        activity, capacity = self.activity or 0.0, self.capacity or 1.0
-        if activity > capacity:
-            yield f"activity is {activity:g}: expected at most capacity, {capacity:g}"
-        dataset = DATASETS[self.dataset]
-        if dataset.kind == "events":
-            yield from self._given(f"{EVENT_MODEL} reads packed frames", *choices.OF_FRAMES)
-            if dataset.scale != 1:
-                yield f"{EVENT_MODEL} reads events, but {self.dataset} holds levels: choose mlp"
-            if "bits" not in dataset.transform:
-                yield f"{EVENT_MODEL} reads frames of one bit, but {self.dataset} has no bits"
-        elif self.encoding != "poisson":
-            yield f"encoding is {self.encoding}, but {EVENT_MODEL} reads spikes: choose poisson"
-        if self.accumulate > 1:
-            yield f"accumulate is given, but {EVENT_MODEL} computes whole batches: remove it"
-        yield from self._given(f"{EVENT_MODEL} computes whole sequences", "tbptt")
-        yield from self._given(f"{EVENT_MODEL} has activity_weight", "rate_penalty")
-        yield from self._given(choices.SIZES_VARY, "cuda_graph")
-        if self.precision != "32":
-            yield f"precision is {self.precision}, but {EVENT_MODEL} computes in float32: choose 32"
-
-    def _neuron_conflicts(self) -> Iterator[str]:
-        parameters = inspect.signature(choices.NEURONS[self.neuron]).parameters
-        if self.neuron == "ternarylif":
-            yield from self._given("the spikes of ternarylif have signs", "rate_penalty")
-        for name in ("surrogate", "reset", "detach_reset"):
-            if not {name, "firing"} & parameters.keys() and getattr(self, name) is not None:
-                yield f"{name} is given, but the neuron {self.neuron} takes none: remove it"
-        learns = self.is_recurrent and self.neuron in ("adlif", "seadlif")
-        if self.decay is not None and (learns or "decay" not in parameters):
-            why = f"learns its own in {self.model}" if learns else "has none"
-            yield f"decay is given, but the neuron {self.neuron} {why}: remove it"
-        for name in choices.SIGMOID_PARAMETERS.get(self.neuron, ()):
-            if (value := getattr(self, name)) is not None and not 0 < value < 1:
-                yield f"{name} is {value}: expected a number between 0 and 1 for {self.neuron}"
-
     def _check_event_neuron(self) -> None:
         try:
             neuron: Any = self.make_neuron()
@@ -365,28 +304,6 @@ class TrainConfig:
                 f"neuron is {self.neuron}, but {EVENT_MODEL} needs a neuron with outputs 0 and 1 "
                 "and a single surrogate: choose one such as lif, plif or alif"
             ) from error
-
-    def _training_conflicts(self) -> Iterator[str]:
-        accumulate, tbptt = f"accumulate is {self.accumulate}", self.tbptt
-        if self.accumulate > self.batch_size:
-            yield f"{accumulate}: expected at most batch_size, {self.batch_size}"
-        steps = min(self.num_steps, tbptt or self.num_steps)
-        last = self.num_steps % steps or steps
-        if last * (self.batch_size // self.accumulate) < 2:
-            cause = "num_steps and batch_size are both 1"
-            if (self.accumulate, last) != (1, self.num_steps):
-                cause = f"{accumulate} and tbptt {tbptt}, which leaves one step of one example"
-            yield f"{cause}: batch normalization needs at least two values, so change one of them"
-        if self.warmup >= self.epochs:
-            yield f"warmup is {self.warmup:g}: expected fewer than epochs, {self.epochs}"
-        if self.step_epochs is not None and self.schedule != "step":
-            yield f"step_epochs is given, but schedule is {self.schedule}: choose step"
-        if self.batch_size == 1:
-            yield from self._given("batch_size is 1", "mixup", "cutmix")
-        if self.label_smoothing == 1:
-            yield "label_smoothing is 1, which leaves nothing to learn: lower it"
-        if self.cuda_graph and self.precision == "16":
-            yield f"cuda_graph is given, but {choices.SCALED_LOSS}: choose precision bf16 or 32"
 
     def graph_obstacle(self, device: torch.device, num_processes: int) -> str:
         """Why training steps are not recorded as a CUDA graph; empty if they are."""
@@ -448,7 +365,12 @@ class TrainConfig:
 
     def make_network(self) -> Temporal:
         """Build the network; its weights come from PyTorch's global random number generator."""
-        dataset = DATASETS[self.dataset]
+        dataset = self.data
+        if not dataset.classes:
+            raise ConfigError(
+                f"the classes of {self.dataset} are those of its files: load them first, and use "
+                "the config of the DataModule"
+            )
         channels, *size = dataset.shape if len(dataset.shape) == 3 else (*dataset.shape, 1, 1)
         height, width = size
         options: dict[str, Any] = {}
@@ -460,11 +382,40 @@ class TrainConfig:
         temporal = Temporal(net, POLICIES[self.memory])
         return fuse(temporal) if self.fuse else temporal
 
+    @property
+    def data(self) -> Dataset:
+        """The description of the dataset, with the classes and the shape of the files."""
+        dataset = replace(DATASETS[self.dataset], name=self.dataset)
+        if self.frames != CONTENTS[0]:
+            by = Slicing("time", content=self.frames)
+            dataset = replace(dataset, scale=by.scale)
+        if self.classes is None or self.shape is None:
+            return dataset
+        return replace(dataset, classes=self.classes, shape=self.shape)
+
+    def with_files_of(self, dataset: Dataset) -> TrainConfig:
+        """Return these settings with the classes and the shape of a dataset's files.
+
+        Raises:
+            ConfigError: a checkpoint has other classes.
+        """
+        if self.classes is not None and self.classes != dataset.classes:
+            odd = sorted({*self.classes} ^ {*dataset.classes}) or ["their order"]
+            raise ConfigError(
+                f"the run has {len(self.classes)} classes, and the files {len(dataset.classes)}: "
+                f"they differ in {odd[0]}"
+            )
+        return replace(self, classes=dataset.classes, shape=dataset.shape)
+
     def transform(self) -> dict[str, Any]:
         """Return the options of `spikefuse.data.load`."""
-        if DATASETS[self.dataset].kind != "events":
-            return {}
-        options = {"num_steps": self.num_steps, "by": self.slicing, "dt": self.slice_us}
-        if self.on_events:
-            options["bits"] = 1  # several events at a site within a step are one spike
+        options: dict[str, Any] = {"size": self.size, "grey": self.grey or None}
+        options["sensor"] = self.sensor
+        if self.data.kind == "events":
+            options |= {"num_steps": self.num_steps, "by": self.slicing, "dt": self.slice_us}
+            options["count"] = self.slice_events
+            if self.on_events:
+                options["bits"] = 1  # several events at a site within a step are one spike
+            if self.frames != CONTENTS[0]:
+                options |= {"content": self.frames, "bits": 8}
         return {name: value for name, value in options.items() if value is not None}

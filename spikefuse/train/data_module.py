@@ -8,7 +8,8 @@ import lightning.pytorch as pl
 import torch
 
 from spikefuse import data
-from spikefuse.data import DataError, Examples
+from spikefuse.data import DATASETS, DataError, Examples
+from spikefuse.data.registry import describe
 from spikefuse.train import batches, own
 from spikefuse.train.batches import EvalBatches, TrainBatches
 from spikefuse.train.config import TrainConfig
@@ -36,6 +37,7 @@ class DataModule(pl.LightningDataModule):
         directory, download: as in `data.load`.
 
     Attributes:
+        config: the settings, with the classes of the files after `setup`.
         training, validation, test: the examples, after `setup`.
     """
 
@@ -53,11 +55,17 @@ class DataModule(pl.LightningDataModule):
     def load(self) -> tuple[Examples, ...]:
         """Load (training, test) or (training, validation, test) examples.
 
+        If the classes and the shape depend on the files, `config` gets them.
+
         Raises:
             DataError: a file is missing or damaged, or the download failed.
+            ConfigError: the run has other classes.
         """
-        config = self.config
-        return data.load(config.dataset, self.directory, self.download, **config.transform())
+        name, transform = self.config.dataset, self.config.transform()
+        dataset, options = describe(name, self.directory, **transform)
+        if dataset is not DATASETS[name]:
+            self.config = self.config.with_files_of(dataset)
+        return data.load(dataset, self.directory, self.download, **options)
 
     def prepare_data(self) -> None:
         if self.download and not self._ready:
@@ -73,8 +81,9 @@ class DataModule(pl.LightningDataModule):
         """
         if self._ready:
             return
-        examples, config = self.load(), self.config
-        own.check_examples(config.dataset, examples)
+        examples = self.load()
+        config = self.config
+        own.check_examples(config.data, examples)
         rest, *published, self.test = examples
         parts = rest, *published
         if not published:

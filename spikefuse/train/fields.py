@@ -6,6 +6,7 @@ import difflib
 import math
 import os
 import reprlib
+import shlex
 from collections.abc import Callable, Collection
 from dataclasses import field, fields
 from typing import Any
@@ -54,9 +55,19 @@ def choice(default: str | None, help: str, choices: Collection[str], shown: str 
     return field(default=default, metadata=describe(help, str, shown or str(default), choices))
 
 
+def text(default: str | None, help: str, shown: str) -> Any:
+    """Return a field for any text."""
+    return field(default=default, metadata=describe(help, str, shown))
+
+
 def flag(default: bool | None, help: str, shown: str) -> Any:
     """Return a field for a boolean."""
     return field(default=default, metadata=describe(help, bool, shown))
+
+
+def of_files() -> Any:
+    """Return a field for what the files of a dataset determine, which is no option."""
+    return field(default=None, metadata=describe("", tuple, ""))
 
 
 def describe(help: str, kind: type, shown: str, allowed: Any = None) -> dict[str, Any]:
@@ -92,12 +103,16 @@ def _check(name: str, value: Any, kind: type, allowed: Any) -> None:
             begun = [name for name in allowed or () if word and name.startswith(word)]
             near = begun or difflib.get_close_matches(word, allowed or (), 1)
             hint = f"did you mean {near[0]}? " if near else ""
-            if name == "dataset" and isinstance(value, str) and os.sep in value:
-                hint = "data_dir names the folder of the files, and dataset what they hold: "
+            if name == "dataset" and word and (os.sep in value or os.path.isdir(value)):
+                options = f"--dataset folder --data-dir {shlex.quote(value)}"
+                hint = f"for images in a folder add {options} (for recordings --dataset events); "
             found = f"unknown {name} {_shown(value)}: {hint}"
             names = [*allowed][:_SHOWN]
             rest = f" or {len(allowed) - _SHOWN} others (--help)" if len(allowed) > _SHOWN else ""
             raise ConfigError(f"{found}choose one of {', '.join(names)}{rest}")
+    elif kind is tuple:
+        if not isinstance(value, tuple) or not all(type(entry) in (int, str) for entry in value):
+            raise ConfigError(f"{name} is {_shown(value)}: expected a tuple")
     elif kind is bool:
         if not isinstance(value, bool):
             raise ConfigError(f"{name} is {_shown(value)}: expected true or false")

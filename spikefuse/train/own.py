@@ -146,13 +146,13 @@ def _kind(found: Any) -> str:
     return "a function" if inspect.isroutine(found) else f"an object of type {type(found).__name__}"
 
 
-def check_examples(name: str, parts: Any) -> None:
+def check_examples(dataset: Dataset, parts: Any) -> None:
     """Check what the `read` of a user's dataset has returned against its description.
 
     Raises:
         DataError: the number of parts, a shape, a dtype or a label is wrong.
     """
-    dataset, read = DATASETS[name], f"the dataset {name} has read"
+    read = f"the dataset {dataset.name} has read"
     if not isinstance(parts, tuple) or len(parts) not in (2, 3):
         raise DataError(
             f"{read} {_kind(parts)}: expected (training, test) or (training, validation, test) "

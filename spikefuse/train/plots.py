@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from spikefuse.data import DATASETS
 from spikefuse.data.files import replacing
 from spikefuse.inspect.plots import raster
 from spikefuse.inspect.record import are_spikes, firing_rate, record
@@ -67,7 +66,7 @@ def plot_raster(module: Classifier, pixels: Tensor, label: int, path: Path) -> N
     figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
 
-    classes = DATASETS[module.config.dataset].classes
+    classes = module.config.data.classes
     predicted = int(output.mean(0).argmax())
     color = "tab:green" if predicted == label else "tab:red"
     title = f"class: {classes[label]}, predicted: {classes[predicted]}"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spikefuse.data import DATASETS, DataError, read_file
+from spikefuse.data import DataError, read_file
 from spikefuse.data.registry import file_endings
 from spikefuse.train import batches, checkpoint
 from spikefuse.train.config import TrainConfig
@@ -31,15 +31,14 @@ class TrainedNetwork(nn.Module):
 
     Attributes:
         net: the network without preprocessing, a `Temporal` `[T, B, ...] -> [T, B, classes]`.
-        classes: name of each class, in the order of the logits; "class 0" and so on for imagenet,
-            which numbers the folders of the training data in alphabetical order.
+        classes: name of each class, in the order of the logits.
         config: settings of the run.
     """
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
         self.config, self.net = config, config.make_network()
-        self.classes = DATASETS[config.dataset].classes
+        self.classes = config.data.classes
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute the logits of a batch, float32 `[B, classes]`; `softmax(1)` gives probabilities.
@@ -53,7 +52,7 @@ class TrainedNetwork(nn.Module):
         Raises:
             ValueError: `inputs` have another dtype or shape.
         """
-        dataset = DATASETS[self.config.dataset]
+        dataset = self.config.data
         before = ("B", "T") if dataset.kind == "events" else ("B",)
         fits = inputs.ndim == len(before) + len(dataset.shape)
         if not fits or inputs.shape[len(before) :] != dataset.shape or inputs.dtype != torch.uint8:
@@ -77,7 +76,7 @@ class TrainedNetwork(nn.Module):
 
     def examples(self, path: Path) -> Iterator[np.ndarray]:
         """Read the examples in a file one by one."""
-        return read_file(self.config.dataset, path, **self.config.transform())
+        return read_file(self.config.data, path, **self.config.transform())
 
 
 def load(
@@ -143,7 +142,7 @@ class Prediction(NamedTuple):
 
 def find_files(network: TrainedNetwork, paths: Iterable[Path]) -> list[Path]:
     """Replace folders by the files in them, recursively; folders without any are not replaced."""
-    endings, files = file_endings(network.config.dataset), []
+    endings, files = file_endings(network.config.data), []
     for path in paths:
         inside = sorted(path.rglob("*")) if path.is_dir() else []
         files += [p for p in inside if p.suffix.lower() in endings and p.is_file()] or [path]
@@ -157,7 +156,7 @@ def read_examples(
     for path in files:
         try:
             if path.is_dir():
-                endings = ", ".join(sorted(file_endings(network.config.dataset)))
+                endings = ", ".join(sorted(file_endings(network.config.data)))
                 raise DataError(f"{path} has no file that ends in {endings}")
             examples = network.examples(path)
             first = list(islice(examples, 2))

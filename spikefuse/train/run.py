@@ -22,7 +22,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from tqdm import tqdm
 
 import spikefuse
-from spikefuse.data import DATASETS, DataError, Examples
+from spikefuse.data import DataError, Examples
 from spikefuse.data.files import replacing
 from spikefuse.distributed import RankLost, make_mesh
 from spikefuse.nn import scale_to_rate
@@ -84,6 +84,7 @@ def _train(
     with processes.connected(device):
         with processes.local_main_first():
             examples = _load_data(config, options)
+        config = examples.config  # with the classes of the files
         module = _make_module(config, processes)
         if resumed is not None:
             load_weights(module, resumed)  # only checks them early: Lightning loads them later
@@ -146,10 +147,10 @@ def evaluate(loaded: LoadedRun, options: RunOptions) -> tuple[float, float]:
     device = _device(options.device, config.precision, processes)
     with processes.connected(device):
         with processes.local_main_first():
-            test = _load_data(config, options).test
-        module = _make_module(config, processes)
+            examples = _load_data(config, options)
+        module = _make_module(examples.config, processes)
         load_weights(module, loaded)
-        return _test(module, test, device)
+        return _test(module, examples.test, device)
 
 
 # Setup
@@ -254,7 +255,7 @@ def _introduction(module: Classifier, examples: DataModule, device: torch.device
     training, validation, test = map(len, parts)
     parameters = sum(p.numel() for p in module.parameters())
     several = f", {processes.count} processes" if processes.count > 1 else ""
-    events = DATASETS[config.dataset].kind == "events"
+    events = config.data.kind == "events"
     encoding = "frames" if events else f"{config.encoding} encoding"
     obstacle = config.graph_obstacle(device, processes.count)
     graph = "\ntraining steps are recorded as a CUDA graph (--no-cuda-graph turns this off)"
@@ -398,7 +399,7 @@ def _threads(config: TrainConfig) -> Iterator[None]:
     they become many times slower.
     """
     before = torch.get_num_threads()
-    values = config.num_steps * config.batch_size * math.prod(DATASETS[config.dataset].shape)
+    values = config.num_steps * config.batch_size * math.prod(config.data.shape)
     torch.set_num_threads(max(1, min(before, values // VALUES_PER_THREAD)))
     try:
         yield

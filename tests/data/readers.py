@@ -9,6 +9,7 @@ import pickle
 import random
 import resource
 import tarfile
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import h5py
 import numpy as np
 from PIL import Image
 
-from spikefuse.data import cifar, folder, heidelberg, store
+from spikefuse.data import cifar, event_files, heidelberg, listing, store
 from spikefuse.data.cifar10_dvs import read_cifar10_dvs
 from spikefuse.data.dvs_gesture import LISTS, find_dvs_gesture
 from spikefuse.data.folder import read_image
@@ -135,7 +136,39 @@ def read_annotations(path: Path) -> Any:
     (path.parent / "images").mkdir(exist_ok=True)
     for i in range(2):
         (path.parent / "images" / f"val_{i}.JPEG").touch()
-    return folder._annotated(path.parent, ["n01", "n02"])
+    return listing._read_table(path, "\t", path.parent / "images", ["n01", "n02"])
+
+
+def read_labels(path: Path) -> Any:
+    return listing._read_table(path, ",", path.parent, None)
+
+
+def by_faery(ending: str) -> Callable[[], bytes]:
+    def make() -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"a{ending}"
+            writing.write_by_faery(path, COLUMNS, (34, 34))
+            return path.read_bytes()
+
+    return make
+
+
+def arrays() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **dict(zip("xypt", COLUMNS, strict=True)))
+    return file.getvalue()
+
+
+def columns() -> bytes:
+    file = io.BytesIO()
+    with h5py.File(file, "w") as h5:
+        for name, values in zip("xypt", COLUMNS, strict=True):
+            h5[name] = values
+    return file.getvalue()
+
+
+def read_events(path: Path) -> Any:
+    return event_files.read_events(path, "34x34")
 
 
 READERS: dict[str, tuple[str, Callable[[], bytes], Callable[[Path], Any]]] = {
@@ -160,8 +193,15 @@ READERS: dict[str, tuple[str, Callable[[], bytes], Callable[[Path], Any]]] = {
     "AEDAT 3": ("user00_train.aedat", gestures, read_gestures),
     "trials": (LISTS[0], trials, read_gestures),
     "table of gestures": ("user00_train_labels.csv", table, read_gestures),
-    "annotations": (folder.ANNOTATIONS, annotations, read_annotations),
+    "annotations": ("val_annotations.txt", annotations, read_annotations),
+    "labels": ("labels.csv", lambda: b'file,label\nlabels.csv,"a cat"\n', read_labels),
     "SHD": ("a.h5", speech, read_speech),
+    "EVT 3": ("a.raw", by_faery(".raw"), read_events),
+    "ES": ("a.es", by_faery(".es"), read_events),
+    "DAT": ("a.dat", by_faery(".dat"), read_events),
+    "CSV": ("a.csv", lambda: b"t,x,y,p\n1,2,3,0\n2,4,5,1\n", read_events),
+    "NumPy": ("a.npz", arrays, read_events),
+    "HDF5": ("a.h5", columns, read_events),
     "WAV": (
         "a.wav",
         lambda: writing.wav_bytes(PIXELS[0, :400]),

@@ -10,7 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spikefuse.data import DataError, Frames, Images, Slicing, expand, to_frames
+from spikefuse.data import (
+    DataError,
+    Frames,
+    Images,
+    Slicing,
+    expand,
+    time_surface,
+    to_frames,
+    voxel_grid,
+)
 from spikefuse.data.frames import BITS, num_slices, pack, unpack
 from spikefuse.data.recordings import Recording, make_recording
 
@@ -201,3 +210,44 @@ def test_a_clock_that_does_not_begin_with_the_recording() -> None:
         Recording(t * 0, t * 0, t * 0, t - t[0], (2, 1, 1)), Slicing("duration", 3, 10)
     )
     assert frames.sum((1, 2, 3)).tolist() == [1, 1, 0]
+
+
+def test_slices_of_a_number_of_events() -> None:
+    events = random_events(7, (11,), 0)
+    steps = to_frames(events, Slicing("events", 3, count=2)).reshape(3, -1).sum(1)
+    assert steps.tolist() == [2, 2, 2]
+    steps = to_frames(events, Slicing("events", 3, count=3)).reshape(3, -1).sum(1)
+    assert steps.tolist() == [3, 3, 1]
+
+
+def test_a_time_surface_decays_from_the_last_event_at_a_site() -> None:
+    t = np.array([0, 10, 20, 30, 40, 50])
+    x = np.array([0, 1, 0, 2, 2, 1])
+    events = Recording(x, 0 * x, 0 * x, t, (1, 1, 4))
+    surface = time_surface(events, Slicing("number", 2), tau=20)
+    expected = [[0, 10, np.inf, np.inf], [30, 0, 10, np.inf]]  # ages at 20 and 50
+    np.testing.assert_allclose(surface[:, 0, 0], np.exp(-np.array(expected) / 20), rtol=1e-6)
+    slicing = Slicing("number", 2, content="time_surface")
+    levels = to_frames(events, slicing)
+    surface = time_surface(events, slicing)
+    np.testing.assert_allclose(levels * slicing.scale, surface, atol=0.5 / 255 + 1e-6)
+    late = time_surface(events, Slicing("events", 3, count=4))
+    assert (late[2] == late[1]).all()  # a slice without events has the last surface
+
+
+def test_a_voxel_grid_shares_events_between_two_steps() -> None:
+    """The formula of Zhu et al., for each polarity."""
+    rng = np.random.default_rng(0)
+    t, p = np.sort(rng.integers(0, 1000, 50)), rng.integers(0, 2, 50)
+    events = Recording(0 * t, 0 * t, p, t, (2, 1, 1))
+    grid = voxel_grid(events, 5)[:, :, 0, 0]
+    u = 4 * (t - t[0]) / (t[-1] - t[0])
+    for k in range(5):
+        weights = np.maximum(0, 1 - abs(k - u))
+        np.testing.assert_allclose(grid[k], [weights[p == 0].sum(), weights[p == 1].sum()], 1e-6)
+    levels = to_frames(events, Slicing("time", 5, content="voxel_grid"))
+    np.testing.assert_allclose(levels[:, :, 0, 0] / 8, grid, atol=1 / 16)
+    none = Recording([], [], [], [], (2, 1, 1))
+    assert voxel_grid(none, 3).sum() == time_surface(none, Slicing()).sum() == 0
+    one = Recording([0], [0], [1], [7], (2, 1, 1))
+    assert voxel_grid(one, 3)[:, 1].ravel().tolist() == [1, 0, 0]

@@ -51,7 +51,7 @@ def test_mutations_are_read_or_named(tmp_path: Path, kind: str) -> None:
     for other, (_, make_other, _) in READERS.items():
         if other.partition(",")[0] != kind.partition(",")[0]:  # compressed content is recognized
             check(tmp_path / name, make_other(), read)
-    for _ in range(20 if kind == "SHD" else MUTATIONS):  # SHD takes two processes each
+    for _ in range(20 if kind in ("SHD", "HDF5") else MUTATIONS):  # which take processes
         check(tmp_path / name, mutated(good, rng), read)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -69,13 +68,6 @@ def test_missing_folders_are_named_with_the_source(tmp_path: Path) -> None:
     write_nmnist(tmp_path, {})
     (tmp_path / "Test" / "4" / "00000.bin").unlink()
     with pytest.raises(data.DataError, match=r"no \.bin file in .*4: get Test\.zip"):
-        data.load("nmnist", tmp_path)
-
-
-def test_without_tonic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_nmnist(tmp_path, {})
-    monkeypatch.setitem(sys.modules, "tonic.io", None)
-    with pytest.raises(data.DataError, match=r'pip install "spikefuse\[events\]"'):
         data.load("nmnist", tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,3 +120,12 @@ def write_gestures(folder: Path, trials: dict[str, list[list[tuple[int, Columns]
             table = "class,startTime_usec,endTime_usec\n" + "\n".join(rows) + "\n"
             (folder / names[-1].replace(".aedat", "_labels.csv")).write_text(table)
         (folder / f"trials_to_{part}.txt").write_text("\n".join(names) + "\n")
+
+
+def write_by_faery(path: Path, columns: Columns, size: tuple[int, int], **options: Any) -> None:
+    """Write events by faery, in the format of the ending, on a sensor of (H, W)."""
+    faery = pytest.importorskip("faery")
+    events = np.zeros(len(columns[0]), faery.EVENTS_DTYPE)
+    for name, values in zip(("x", "y", "on", "t"), columns, strict=True):
+        events[name] = values
+    faery.events_stream_from_array(events, size[::-1]).to_file(path, **options)

@@ -13,6 +13,26 @@ from spikefuse.train.choices import NEURONS, SURROGATES
 
 WRONG = [
     ({"dataset": "minst"}, "unknown dataset 'minst': did you mean mnist? choose one of digits, "),
+    (
+        {"dataset": "./my photos"},
+        "unknown dataset './my photos': for images in a folder add --dataset folder --data-dir "
+        "'./my photos' (for recordings --dataset events); choose one of",
+    ),
+    ({"size": 8}, "size is given, but digits has no such option: remove it"),
+    ({"grey": True, "dataset": "events"}, "grey is given, but events has no such option: remove"),
+    ({"frames": "voxel_grid"}, "frames is voxel_grid, but digits is not event data: remove it"),
+    (
+        {"dataset": "nmnist", "frames": "voxel_grid"},
+        "frames is voxel_grid, but slicing is None: choose time",
+    ),
+    (
+        {"dataset": "nmnist", "slice_events": 5},
+        "slice_events is given, but slicing is number: remove it, or choose events",
+    ),
+    ({"dataset": "nmnist", "slicing": "events"}, "slicing is events, but slice_events is not giv"),
+    ({"classes": ("a", "b")}, "classes is given, but digits has its own: remove it"),
+    ({"dataset": "folder", "classes": ("a",)}, "classes are ('a',) and shape is None: damaged"),
+    ({"dataset": "folder", "classes": ["a"]}, "classes is ['a']: expected a tuple"),
     ({"model": "perceiver"}, "unknown model 'perceiver': choose one of mlp, conv, resnet18"),
     ({"neuron": "LIF"}, "unknown neuron 'LIF': "),
     ({"encoding": 3}, "unknown encoding 3: choose one of direct, poisson"),
@@ -93,7 +113,7 @@ WRONG = [
         {"dataset": "nmnist", "slicing": "duration"},
         "slicing is duration, but nmnist has no default duration: set slice_us",
     ),
-    ({"slicing": "events"}, "unknown slicing 'events': choose one of number, time, duration"),
+    ({"slicing": "halves"}, "unknown slicing 'halves': choose one of number, events, "),
     ({"dataset": "shd"}, "model is conv, but shd is one-dimensional: choose mlp or recurrent"),
     ({"dataset": "shd", "shift": 1}, "shift is given, but shd has no rows and columns"),
     ({"dataset": "shd", "flip": True}, "flip is given, but shd has no rows and columns"),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from spikefuse import data
 from spikefuse.train import ConfigError, DataModule, TrainConfig
@@ -53,3 +58,49 @@ def test_published_validation_examples_are_used(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(DataModule, "load", lambda self: (parts[0], wrong, test))
     with pytest.raises(data.DataError, match="has read validation labels from 10 to 19"):
         DataModule(CONFIG).setup()
+
+
+def test_the_classes_and_the_shape_are_those_of_a_folder(tmp_path: Path) -> None:
+    for name in ("cat", "dog", "fox"):
+        (tmp_path / name).mkdir()
+        for i in range(10):
+            Image.new("RGB", (9, 9)).save(tmp_path / name / f"{i}.png")
+    config = TrainConfig(dataset="folder", size=6, grey=True, model="mlp", batch_size=4)
+    with pytest.raises(ConfigError, match="the classes of folder are those of its files: load"):
+        config.make_network()
+    examples = DataModule(config, tmp_path)
+    examples.setup()
+    config = examples.config
+    assert (config.classes, config.shape) == (("cat", "dog", "fox"), (1, 6, 6))
+    assert [len(part) for part in (examples.training, examples.validation)] == [21, 3]
+    network = config.make_network()
+    assert network(torch.zeros(config.num_steps, 2, 1, 6, 6)).shape[1:] == (2, 3)
+    assert TrainConfig.from_dict(config.to_dict()) == config
+    (tmp_path / "fox").rename(tmp_path / "owl")
+    with pytest.raises(ConfigError, match="the run has 3 classes, and the files 3: they differ in"):
+        DataModule(config, tmp_path).setup()
+    with pytest.raises(data.DataError, match="folder is a dataset of your own files: set data_dir"):
+        DataModule(replace(config, classes=None, shape=None)).setup()
+
+
+def test_recordings_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPIKEFUSE_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("left", "right"):
+        (tmp_path / "recordings" / name).mkdir(parents=True)
+        for i in range(10):
+            arrays = dict.fromkeys("xyp", np.ones(4, int)) | {"t": np.arange(4)}
+            np.savez(tmp_path / "recordings" / name / f"{i}.npz", **arrays)
+    config = TrainConfig(
+        dataset="events",
+        sensor="6x5",
+        frames="voxel_grid",
+        slicing="time",
+        num_steps=2,
+        batch_size=4,
+    )
+    examples = DataModule(config, tmp_path / "recordings")
+    examples.setup()
+    assert examples.config.shape == (2, 5, 6)
+    assert examples.config.data.scale == 1 / 8
+    inputs, _ = next(iter(examples.train_dataloader()))
+    assert inputs[0, :, 1, 1, 1].tolist() == [16, 16]  # two events in each step

@@ -208,3 +208,14 @@ def test_wrong_options(
 ) -> None:
     assert spikefuse("predict", *arguments) == 2
     assert capsys.readouterr().err.startswith(f"spikefuse predict: error: {message}")
+
+
+def test_predictions_have_the_names_of_the_folders(
+    tmp_path: Path, images: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"classes": ("a cat", "a dog"), "shape": (1, 6, 6), "size": 6, "grey": True}
+    path = save(tmp_path / "a.ckpt", dataset="folder", model="mlp", **settings)
+    assert main(["predict", str(path), str(tmp_path / "photos"), "--csv"]) == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert {row["class"] for row in rows} <= {"a cat", "a dog"}
+    assert len(rows) == 5

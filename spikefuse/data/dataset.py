@@ -1,0 +1,54 @@
+"""The description of a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from spikefuse.data.images import Examples
+from spikefuse.data.recordings import Recording
+from spikefuse.data.sound import Sound
+
+# Reads the recordings in a file.
+Reader = Callable[..., Iterator[Recording | Sound]]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The description of a dataset, ours or a user's own.
+
+    ```python
+    def read(directory, download):
+        train, test = torch.load(directory / "shapes.pt")  # (uint8 [N, 1, 16, 16], int64 [N])
+        return Images(*train), Images(*test)
+
+    shapes = Dataset((1, 16, 16), ("circle", "square"), read)
+    ```
+
+    Args:
+        shape: shape of an image, (C, H, W), or of a frame, (P, H, W), or (W,) for audio.
+        classes: name of each label.
+        read: maps (directory, download, **transform) to (training examples, test examples), or to
+            (training, validation, test), which are `Images`, `Frames` or other `Examples`.
+            `DataError` reports missing files.
+        kind: "images", which are encoded as sequences, or "events", which are sequences.
+        transform: the options of `load` that this dataset takes, with their defaults; those of
+            events include num_steps.
+        files: of events, the ending of the files that `read_file` accepts, or several, and their
+            reader, which takes a path and the options that are not of `Slicing`.
+        scale: of events, a network's input is `scale` times the values of the frames.
+        describe: if shape and classes depend on the files, maps (directory, **transform) to their
+            description.
+        name: for error messages.
+    """
+
+    shape: tuple[int, ...]
+    classes: tuple[str, ...]
+    read: Callable[..., tuple[Examples, ...]]
+    kind: Literal["images", "events"] = "images"
+    transform: Mapping[str, Any] = field(default_factory=dict)
+    files: tuple[str | tuple[str, ...], Reader] | None = None
+    scale: float = 1.0
+    describe: Callable[..., Dataset] | None = None
+    name: str = "the dataset"

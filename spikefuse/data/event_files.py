@@ -1,0 +1,224 @@
+"""Files of recordings of event cameras."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+import zipfile
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spikefuse.data.aedat import read_aedat2, read_aedat3
+from spikefuse.data.files import (
+    DataError,
+    check_regular,
+    damaged,
+    max_content,
+    not_installed,
+    opened,
+    read_bytes,
+    read_hdf5,
+)
+from spikefuse.data.recordings import Columns, Recording, make_recording
+
+# Columns and rows of a sensor.
+Sensor = tuple[int, int]
+# Names of the columns in files of arrays and tables.
+NAMES = {
+    "x": ("x", "xs"),
+    "y": ("y", "ys"),
+    "p": ("p", "ps", "polarity", "on"),
+    "t": ("t", "ts", "timestamp", "timestamps"),
+}
+# Ending of a file and its type in faery.
+FAERY = {".aedat4": "aedat", ".raw": "evt", ".dat": "dat", ".es": "es"}
+UNKNOWN = (1 << 14, 1 << 14)  # more than the coordinates of a format that may omit the sensor
+DVS128 = (128, 128)
+
+
+def read_events(path: Path, sensor: str | None = None, size: int | None = None) -> Recording:
+    """Read the recording in a file, with time from its first event.
+
+    Args:
+        path: in one of the formats of `event_folder`.
+        sensor, size: as for `event_folder`.
+
+    Raises:
+        DataError: the file is missing or damaged, an event lies outside the sensor, the size of the
+            sensor is unknown, or a package is not installed.
+    """
+    (x, y, p, t), found = _decode(path, _parse(sensor))
+    width, height = _known(path, found)
+    if p.dtype.kind in "if":  # a decrease is -1 or 0
+        p = np.where(p == -1, 0, p)
+    if not len(t):
+        raise damaged(path, "it has no event")
+    whole = make_recording((x, y, p, t - t.min()), (2, height, width), path)
+    return whole if size is None else _scaled(whole, size)
+
+
+def sensor_of(path: Path, sensor: str | None = None) -> tuple[int, int]:
+    """Return the rows and columns of the sensor of a file.
+
+    Raises:
+        DataError: as for `read_events`.
+    """
+    found = _parse(sensor)
+    width, height = _known(path, found or _decode(path, None)[1])
+    return height, width
+
+
+def _parse(sensor: str | None) -> Sensor | None:
+    if sensor is None:
+        return None
+    match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", sensor)
+    if match is None:
+        raise DataError(f"sensor is {sensor!r}: expected columns and rows, such as 346x260")
+    return int(match[1]), int(match[2])
+
+
+def _known(path: Path, sensor: Sensor | None) -> Sensor:
+    if sensor is None:
+        raise DataError(
+            f"sensor is not given, and {path} does not tell it: give columns and rows, such as "
+            "346x260"
+        )
+    return sensor
+
+
+def _scaled(recording: Recording, size: int) -> Recording:
+    """Scale the shorter side of the sensor to `size`, and crop a square at the centre."""
+    _, height, width = recording.size
+    side = min(height, width)
+    x, y = (
+        values.astype(np.int32) * size // side - (extent * size // side - size) // 2
+        for values, extent in ((recording.x, width), (recording.y, height))
+    )
+    inside = (x >= 0) & (x < size) & (y >= 0) & (y < size)
+    p, t = recording.p[inside], recording.t[inside]
+    return Recording(x[inside], y[inside], p, t, (2, size, size))
+
+
+def _decode(path: Path, sensor: Sensor | None) -> tuple[Columns, Sensor | None]:
+    """Return the events of a file, and the size of the sensor if it is known."""
+    ending = path.suffix.lower()
+    if ending in (".aedat", ".aedat4"):
+        with opened(path) as file:
+            version = file.read(12)[9:]
+        if version != b"4.0":
+            return (read_aedat2(path), DVS128) if version == b"2.0" else (read_aedat3(path), sensor)
+        ending = ".aedat4"
+    if ending in FAERY:
+        return _decode_by_faery(path, FAERY[ending], sensor)
+    return OTHERS[ending](path), sensor
+
+
+def _decode_by_faery(path: Path, kind: str, sensor: Sensor | None) -> tuple[Columns, Sensor | None]:
+    try:
+        import faery
+    except ImportError as error:
+        raise not_installed(path.name, "faery", "events") from error
+    check_regular(path)
+    try:
+        stream = faery.events_stream_from_file(
+            path, dimensions_fallback=sensor or UNKNOWN, file_type=kind
+        )
+        packets = list(stream)
+        told = stream.dimensions()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of its decoders is no Exception; some abort
+        raise damaged(path, f"not read by faery: {error}") from error
+    packets = packets or [np.zeros(0, faery.EVENTS_DTYPE)]
+    x, y, p, t = (
+        np.concatenate([packet[name] for packet in packets]) for name in ("x", "y", "on", "t")
+    )
+    return (x, y, p, t), sensor or (None if told == UNKNOWN else told)
+
+
+def read_saccades(path: Path) -> Columns:
+    """Read a .bin file of N-MNIST or N-Caltech101: five bytes per event.
+
+    They are x, y, and polarity with 23 bits of time, big-endian. A row of 240 is no event, but says
+    that the times of those behind it are 2**13 later.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    content = read_bytes(path)
+    if not content or len(content) % 5:
+        raise damaged(path, f"{len(content)} bytes are not a multiple of 5, one event")
+    x, y, high, middle, low = np.frombuffer(content, np.uint8).reshape(-1, 5).T.astype(np.int64)
+    is_event = y != 240
+    t = ((high & 127) << 16 | middle << 8 | low) + (np.cumsum(~is_event) << 13)
+    return x[is_event], y[is_event], high[is_event] >> 7, t[is_event]
+
+
+def _columns(path: Path, names: Collection[str], values: Callable[[str], Any]) -> Columns:
+    """Return the arrays of x, y, p and t, which may have one of several names."""
+    found = {column: next((n for n in own if n in names), None) for column, own in NAMES.items()}
+    if missing := [column for column, name in found.items() if name is None]:
+        raise damaged(path, f"it has no {missing[0]} among {', '.join(names) or 'no names'}")
+    arrays = [np.asarray(values(name)) for name in found.values() if name is not None]
+    if any(a.ndim != 1 or len(a) != len(arrays[0]) or a.dtype.kind not in "iubf" for a in arrays):
+        shapes = ", ".join(f"{a.dtype} {list(a.shape)}" for a in arrays)
+        raise damaged(path, f"x, y, p and t are {shapes}: expected numbers of one length")
+    x, y, p, t = arrays
+    return x, y, p, t
+
+
+def _read_numpy(path: Path) -> Columns:
+    check_regular(path)
+    try:
+        if path.suffix.lower() == ".npy":
+            array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+            return _columns(path, array.dtype.names or (), lambda name: array[name])
+        with zipfile.ZipFile(path) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > max_content(path):
+                raise ValueError("its content is too large")
+        with np.load(path, allow_pickle=False) as arrays:
+            if arrays.files == ["events"]:
+                array = arrays["events"]
+                return _columns(path, array.dtype.names or (), lambda name: array[name])
+            return _columns(path, arrays.files, lambda name: arrays[name])
+    except DataError:
+        raise
+    except Exception as error:  # a damaged header may raise anything
+        raise damaged(path, f"not arrays of NumPy: {error}") from error
+
+
+def _read_hdf5(path: Path) -> Columns:
+    check_regular(path)
+    with contextlib.closing(read_hdf5(path, "event_columns.py")) as columns:
+        return _columns(path, "xypt", dict(zip("xypt", columns, strict=True)).__getitem__)
+
+
+def _read_csv(path: Path) -> Columns:
+    try:
+        with opened(path) as file:
+            header = file.readline(1 << 16).decode("utf-8-sig", "replace")
+            names = [n.strip().lower().partition("@")[0] for n in header.split(",")]
+            with warnings.catch_warnings(action="ignore"):  # of no data, reported below
+                table = np.loadtxt(file, delimiter=",", ndmin=2)
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        raise damaged(path, f"not a table of numbers: {error}") from error
+    if table.shape[1] != len(names):
+        raise damaged(path, f"{table.shape[1]} columns, of which the first line names {len(names)}")
+    return _columns(path, names, lambda name: table[:, names.index(name)])
+
+
+OTHERS: Mapping[str, Callable[[Path], Columns]] = {
+    ".bin": read_saccades,
+    ".h5": _read_hdf5,
+    ".hdf5": _read_hdf5,
+    ".npy": _read_numpy,
+    ".npz": _read_numpy,
+    ".csv": _read_csv,
+}
+ENDINGS = {".aedat", *FAERY, *OTHERS}

@@ -1,0 +1,139 @@
+"""Labelled files in a user's folder: one subfolder per class, or a table of labels."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from spikefuse.data.files import DataError, class_files, damaged, read_bytes
+from spikefuse.data.images import draw
+
+# Names of the folders of each part; a dataset without them is split.
+PARTS = (("train", "training"), ("val", "valid", "validation"), ("test", "testing"))
+TEST_FRACTION = 0.2
+# Tables of labels with their delimiter, and the folder of their files; and the most bytes of one.
+TABLES = (("labels.csv", ",", ""), ("val_annotations.txt", "\t", "images"))
+TABLE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Files:
+    """Labelled files.
+
+    Args:
+        paths: one per example.
+        labels: int64 `[N]`.
+    """
+
+    paths: tuple[Path, ...]
+    labels: np.ndarray
+
+    def rows(self, chosen: np.ndarray) -> Files:
+        """Return the files for which `chosen`, bool `[N]`, is True."""
+        numbers = np.flatnonzero(chosen)
+        return Files(tuple(self.paths[i] for i in numbers), self.labels[numbers])
+
+
+def list_files(
+    folder: Path, endings: Collection[str], seed: int = 0
+) -> tuple[tuple[str, ...], tuple[Files, ...]]:
+    """List the files of a folder by part and class.
+
+    The folder holds a folder `train`, and `val`, `test` or both; without these, a fifth of each
+    class is drawn for the test. In each, files are in one folder per class, at any depth, or named
+    by the table `labels.csv`, with the columns file and label.
+
+    Args:
+        folder: of the dataset.
+        endings: suffixes of the files, in lower case.
+        seed: of the draw.
+
+    Returns:
+        The names of the classes in alphabetical order, and the files for (training, test) or
+        (training, validation, test).
+
+    Raises:
+        DataError: the folder is missing, has fewer than two classes or a class without files, a
+            table is damaged, or the parts differ in classes.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder: expected one with a folder per class")
+    names = _subfolders(folder)
+    places = [folder / name for part in PARTS for name in part if name in names]
+    if len(places) < len(names) or not places:  # folders of other names are classes
+        places = [folder]
+    elif places[0].name not in PARTS[0]:
+        raise DataError(f"{folder} has {places[0].name}, but no folder train: add it")
+    classes, *parts = _list(places[0], endings, None)
+    if len(classes) < 2:
+        raise DataError(f"{places[0]} has one class, {classes[0]}: expected several")
+    for place in places[1:]:
+        others, part = _list(place, endings, classes)
+        if odd := sorted({*others} ^ {*classes}):
+            raise DataError(
+                f"{odd[0]} is a class in only one of {places[0]} and {place}: both need the same "
+                "folders"
+            )
+        parts.append(part)
+    if len(parts) == 1:
+        test = draw(torch.from_numpy(parts[0].labels), TEST_FRACTION, seed).numpy()
+        if not test.any():
+            raise DataError(f"{folder} has {len(test)} files: too few to test with a fifth")
+        parts = [parts[0].rows(~test), parts[0].rows(test)]
+    return classes, tuple(parts)
+
+
+def _list(
+    folder: Path, endings: Collection[str], known: Sequence[str] | None
+) -> tuple[tuple[str, ...], Files]:
+    """Return the classes of a part and its files; those of a table number the `known` classes."""
+    for name, delimiter, inner in TABLES:
+        if (folder / name).is_file():
+            rows = _read_table(folder / name, delimiter, folder / inner, known)
+            classes = tuple(known or sorted({label for _, label in rows}))
+            numbers = {label: number for number, label in enumerate(classes)}
+            files = tuple(file for file, _ in rows)
+            return classes, Files(files, np.array([numbers[label] for _, label in rows]))
+    classes = tuple(_subfolders(folder))
+    if not classes:
+        raise DataError(
+            f"{folder} has no folder per class: move its files into folders named after their "
+            "class, or list them in labels.csv, with the columns file and label"
+        )
+    files, labels = class_files(folder, classes, endings, "every class needs at least one")
+    return classes, Files(files, np.array(labels))
+
+
+def _subfolders(folder: Path) -> list[str]:
+    names = (entry.name for entry in folder.iterdir() if entry.is_dir())
+    return sorted(name for name in names if not name.startswith((".", "__")))
+
+
+def _read_table(
+    path: Path, delimiter: str, folder: Path, known: Sequence[str] | None
+) -> list[tuple[Path, str]]:
+    """Read rows with a file, its class, and perhaps further columns."""
+    text = read_bytes(path, TABLE_BYTES).decode("utf-8-sig", "replace")
+    known_as = "a class" if known is None else "one of the training classes"
+    rows: list[tuple[Path, str]] = []
+    try:
+        for number, row in enumerate(csv.reader(text.splitlines(), delimiter=delimiter), 1):
+            name, label = (*row, "", "")[:2]
+            if number == 1 and name == "file":
+                continue
+            file = folder / name
+            inside = ".." not in file.parts and file.is_relative_to(folder) and file.is_file()
+            if not inside or not label or label not in (known or [label]):
+                problem = f"line {number}: expected a file in {folder} and {known_as}"
+                raise damaged(path, problem)
+            rows.append((file, label))
+    except csv.Error as error:
+        raise damaged(path, f"not a table: {error}") from error
+    if not rows:
+        raise damaged(path, "it lists no file")
+    return rows

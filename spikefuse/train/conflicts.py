@@ -1,0 +1,145 @@
+"""Conflicts between the settings of a training run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from spikefuse.train import choices, own
+from spikefuse.train.choices import EVENT_MODEL
+
+# Which imports this module.
+TrainConfig = Any
+
+
+def find_conflicts(config: TrainConfig) -> Iterator[str]:
+    """Yield what is wrong with settings whose own values are valid, naming the fix."""
+    yield from _data_conflicts(config)
+    yield from _event_model_conflicts(config)
+    yield from _neuron_conflicts(config)
+    yield from _training_conflicts(config)
+
+
+def _data_conflicts(config: TrainConfig) -> Iterator[str]:
+    dataset = config.data
+    for name in ("size", "grey", "sensor"):
+        if name not in dataset.transform:
+            yield from _given(config, f"{config.dataset} has no such option", name)
+    if dataset.describe is None:
+        yield from _given(config, f"{config.dataset} has its own", "classes", "shape")
+    elif config.classes is not None and (len(config.classes) < 2 or len(config.shape or ()) != 3):
+        yield f"classes are {config.classes} and shape is {config.shape}: damaged"
+    if len(dataset.shape) == 1:
+        names = (*choices.OF_PLANES, *choices.OF_IMAGES)
+        yield from _given(config, f"{config.dataset} has no rows and columns", *names)
+        of_vectors = "mlp" in config.model or config.is_recurrent
+        if not of_vectors and not own.is_reference(config.model):
+            yield (
+                f"model is {config.model}, but {config.dataset} is one-dimensional: choose mlp or "
+                "recurrent"
+            )
+    if dataset.kind != "events":
+        of_events = ("slicing", "slice_us", "slice_events", "drop_events")
+        yield from _given(config, f"{config.dataset} is not event data", *of_events)
+        if config.frames != "counts":
+            yield f"frames is {config.frames}, but {config.dataset} is not event data: remove it"
+    else:
+        yield from _given(config, f"{config.dataset} has no images", *choices.OF_IMAGES)
+        if dataset.scale != 1:
+            yield from _given(config, f"{config.dataset} holds levels, not events", "drop_events")
+        if config.frames == "voxel_grid" and config.slicing != "time":
+            yield f"frames is voxel_grid, but slicing is {config.slicing}: choose time"
+    if config.trivial_augment and dataset.shape[0] not in (1, 3):
+        yield f"trivial_augment is given, but {config.dataset} is neither grey nor RGB: remove it"
+    side = min(dataset.shape[-2:])
+    if config.cutout >= side and (
+        dataset.describe is None or config.shape is not None
+    ):  # it would often leave nothing of an image
+        yield (
+            f"cutout is {config.cutout}: expected less than the {side} rows or columns of "
+            f"{config.dataset}"
+        )
+    slicing = config.slicing or dataset.transform.get("by")
+    if config.slice_us is not None and slicing != "duration":
+        yield f"slice_us is given, but slicing is {slicing}: remove it, or choose duration"
+    if config.slice_events is not None and slicing != "events":
+        yield f"slice_events is given, but slicing is {slicing}: remove it, or choose events"
+    if slicing == "events" and config.slice_events is None:
+        yield "slicing is events, but slice_events is not given: set it"
+    if dataset.scale != 1 and config.frames == "counts" and slicing != "duration":
+        yield f"slicing is {slicing}, but {config.dataset} has no events to count: remove it"
+    if slicing == "duration" and not (config.slice_us or dataset.transform.get("dt")):
+        yield f"slicing is duration, but {config.dataset} has no default duration: set slice_us"
+
+
+def _given(config: TrainConfig, reason: str, *names: str) -> Iterator[str]:
+    for name in names:
+        if getattr(config, name):
+            yield f"{name} is given, but {reason}: remove it"
+
+
+def _event_model_conflicts(config: TrainConfig) -> Iterator[str]:
+    if not config.on_events:
+        for name in ("capacity", "overflow", "activity", "activity_weight"):
+            if getattr(config, name) not in (None, choices.OVERFLOWS[0]):
+                yield f"{name} is given, but the model is not {EVENT_MODEL}"
+        return
+    activity, capacity = config.activity or 0.0, config.capacity or 1.0
+    if activity > capacity:
+        yield f"activity is {activity:g}: expected at most capacity, {capacity:g}"
+    dataset = config.data
+    if dataset.kind == "events":
+        yield from _given(config, f"{EVENT_MODEL} reads packed frames", *choices.OF_FRAMES)
+        if dataset.scale != 1:
+            yield f"{EVENT_MODEL} reads events, but {config.dataset} holds levels: choose mlp"
+        if "bits" not in dataset.transform:
+            yield f"{EVENT_MODEL} reads frames of one bit, but {config.dataset} has no bits"
+    elif config.encoding != "poisson":
+        yield f"encoding is {config.encoding}, but {EVENT_MODEL} reads spikes: choose poisson"
+    if config.accumulate > 1:
+        yield f"accumulate is given, but {EVENT_MODEL} computes whole batches: remove it"
+    yield from _given(config, f"{EVENT_MODEL} computes whole sequences", "tbptt")
+    yield from _given(config, f"{EVENT_MODEL} has activity_weight", "rate_penalty")
+    yield from _given(config, choices.SIZES_VARY, "cuda_graph")
+    if config.precision != "32":
+        yield f"precision is {config.precision}, but {EVENT_MODEL} computes in float32: choose 32"
+
+
+def _neuron_conflicts(config: TrainConfig) -> Iterator[str]:
+    parameters = inspect.signature(choices.NEURONS[config.neuron]).parameters
+    if config.neuron == "ternarylif":
+        yield from _given(config, "the spikes of ternarylif have signs", "rate_penalty")
+    for name in ("surrogate", "reset", "detach_reset"):
+        if not {name, "firing"} & parameters.keys() and getattr(config, name) is not None:
+            yield f"{name} is given, but the neuron {config.neuron} takes none: remove it"
+    learns = config.is_recurrent and config.neuron in ("adlif", "seadlif")
+    if config.decay is not None and (learns or "decay" not in parameters):
+        why = f"learns its own in {config.model}" if learns else "has none"
+        yield f"decay is given, but the neuron {config.neuron} {why}: remove it"
+    for name in choices.SIGMOID_PARAMETERS.get(config.neuron, ()):
+        if (value := getattr(config, name)) is not None and not 0 < value < 1:
+            yield f"{name} is {value}: expected a number between 0 and 1 for {config.neuron}"
+
+
+def _training_conflicts(config: TrainConfig) -> Iterator[str]:
+    accumulate, tbptt = f"accumulate is {config.accumulate}", config.tbptt
+    if config.accumulate > config.batch_size:
+        yield f"{accumulate}: expected at most batch_size, {config.batch_size}"
+    steps = min(config.num_steps, tbptt or config.num_steps)
+    last = config.num_steps % steps or steps
+    if last * (config.batch_size // config.accumulate) < 2:
+        cause = "num_steps and batch_size are both 1"
+        if (config.accumulate, last) != (1, config.num_steps):
+            cause = f"{accumulate} and tbptt {tbptt}, which leaves one step of one example"
+        yield f"{cause}: batch normalization needs at least two values, so change one of them"
+    if config.warmup >= config.epochs:
+        yield f"warmup is {config.warmup:g}: expected fewer than epochs, {config.epochs}"
+    if config.step_epochs is not None and config.schedule != "step":
+        yield f"step_epochs is given, but schedule is {config.schedule}: choose step"
+    if config.batch_size == 1:
+        yield from _given(config, "batch_size is 1", "mixup", "cutmix")
+    if config.label_smoothing == 1:
+        yield "label_smoothing is 1, which leaves nothing to learn: lower it"
+    if config.cuda_graph and config.precision == "16":
+        yield f"cuda_graph is given, but {choices.SCALED_LOSS}: choose precision bf16 or 32"

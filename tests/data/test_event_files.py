@@ -1,0 +1,137 @@
+"""Each format gives the events that were written, and damage is named."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from spikefuse import data
+from spikefuse.data.event_files import read_events
+from tests.data import writing
+from tests.data.writing import Columns, aedat2_bytes, aedat3_bytes, nmnist_bytes, random_columns
+
+SIZE = (30, 40)
+COLUMNS = random_columns(200, SIZE, 0)
+
+
+def write(path: Path, columns: Columns = COLUMNS) -> Path:
+    """Write events in the format of the ending, with 1000 microseconds before the first."""
+    x, y, p, t = columns
+    named: dict[str, Any] = {"x": x, "y": y, "p": p, "t": t + 1000}
+    match path.suffix:
+        case ".npz":
+            np.savez(path, **named)
+        case ".npy":
+            np.save(path, np.rec.fromarrays(list(named.values()), names=list(named)))
+        case ".csv":
+            rows = np.stack([t + 1000, x, y, 2 * p - 1], 1)
+            np.savetxt(path, rows, "%d", ",", header="t,x,y,polarity", comments="")
+        case ".h5":
+            with h5py.File(path, "w") as file:
+                for name, values in named.items():
+                    file[f"events/{name}"] = values
+        case ".hdf5":
+            with h5py.File(path, "w") as file:
+                file["CD/events"] = np.rec.fromarrays(list(named.values()), names=list(named))
+        case ".bin":
+            path.write_bytes(nmnist_bytes((x, y, p, t + 1000)))
+        case ".aedat":
+            path.write_bytes(aedat3_bytes((x, y, p, t + 1000)))
+        case _:
+            writing.write_by_faery(path, (x, y, p, t + 1000), SIZE)
+    return path
+
+
+# Formats that tell the size of the sensor, and others.
+TELLING = [".aedat4", ".raw", ".dat", ".es"]
+OTHERS = [".npz", ".npy", ".csv", ".h5", ".hdf5", ".bin", ".aedat"]
+
+
+@pytest.mark.parametrize("ending", TELLING + OTHERS)
+def test_reads_what_was_written(tmp_path: Path, ending: str) -> None:
+    path = write(tmp_path / f"a{ending}")
+    recording = read_events(path, None if ending in TELLING else "40x30")
+    assert recording.size == (2, *SIZE)
+    x, y, p, t = COLUMNS
+    # Events of one time have no order.
+    found = sorted(zip(recording.t, recording.x, recording.y, recording.p, strict=True))
+    assert found == sorted(zip(t - t[0], x, y, p, strict=True))
+
+
+@pytest.mark.parametrize("version", ["evt2", "evt3"])
+def test_versions_of_evt(tmp_path: Path, version: str) -> None:
+    writing.write_by_faery(tmp_path / "a.raw", COLUMNS, SIZE, version=version)
+    assert len(read_events(tmp_path / "a.raw")) == 200
+
+
+def test_aedat2_is_of_a_dvs128(tmp_path: Path) -> None:
+    (tmp_path / "a.aedat").write_bytes(aedat2_bytes(np.array([5 << 8 | 3 << 1 | 1]), np.array([9])))
+    recording = read_events(tmp_path / "a.aedat")
+    assert recording.size == (2, 128, 128)
+    assert [*recording.x, *recording.y, *recording.p, *recording.t] == [3, 5, 1, 0]
+
+
+def test_overflows_in_files_of_nmnist(tmp_path: Path) -> None:
+    """A row of 240 adds 2**13 microseconds to the times behind it."""
+    rows = ([1, 2, 5], [0, 240, 0], [3, 4, 7])
+    content = b"".join(bytes([x, y, 128, 0, t]) for x, y, t in rows)
+    (tmp_path / "a.bin").write_bytes(content)
+    recording = read_events(tmp_path / "a.bin", "34x34")
+    assert recording.x.tolist() == [1, 3]
+    assert recording.t.tolist() == [0, 2**13 + 2]
+
+
+def test_scaling_and_the_crop_at_the_centre(tmp_path: Path) -> None:
+    """30 rows become 15, 40 columns 20, of which 2 are left out on the left and 3 on the right."""
+    columns = tuple(np.array(v) for v in ([3, 4, 5, 34, 39], [0, 29, 2, 3, 4], [1] * 5, [0] * 5))
+    recording = read_events(write(tmp_path / "a.npz", columns), "40x30", 15)  # type: ignore[arg-type]
+    assert recording.size == (2, 15, 15)
+    assert recording.x.tolist() == [0, 0]
+    assert recording.y.tolist() == [14, 1]
+    recording = read_events(write(tmp_path / "a.npz"), "40x30", 10)
+    assert recording.x.max() < 10
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("a.csv", b"t,x,y\n1,2,3\n", "it has no p among t, x, y"),
+        ("a.csv", b"t,x,y,p\n1,2,3\n", "3 columns, of which the first line names 4"),
+        ("a.csv", b"t,x,y,p\n1,2,3,7\n", "an event has p = 7"),
+        ("a.csv", b"t,x,y,p\n0.5,2,3,1\n1.2,2,3,1\n", "an event has t = 0.7"),
+        ("a.npy", b"\x93NUMPY", "not arrays of NumPy"),
+        ("a.npz", b"PK", "not arrays of NumPy"),
+        ("a.h5", b"", "not an HDF5 file"),
+        ("a.bin", bytes(4), "4 bytes are not a multiple of 5"),
+        ("a.aedat4", b"#!AER-DAT4.0\r\n", "not read by faery"),
+        ("a.raw", b"% evt 2.1\n% end\n" + bytes(8), "not read by faery: .*EVT2.1"),
+        ("a.es", b"", "not read by faery"),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, name: str, content: bytes, what: str) -> None:
+    if "faery" in what:
+        pytest.importorskip("faery")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(data.DataError, match=rf"{name} is damaged \({what}"):
+        read_events(tmp_path / name, "40x30")
+
+
+def test_the_sensor_must_be_known_and_fit(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.npz")
+    with pytest.raises(data.DataError, match=r"sensor is not given, .*a\.npz does not tell"):
+        read_events(path)
+    with pytest.raises(data.DataError, match="sensor is '40': expected columns and rows, such as"):
+        read_events(path, "40")
+    with pytest.raises(data.DataError, match=r"an event has x = .* from 0 to 29"):
+        read_events(path, "30x40")
+
+
+def test_without_faery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "faery", None)
+    with pytest.raises(data.DataError, match=r'faery, .*pip install "spikefuse\[events\]"'):
+        read_events(tmp_path / "a.raw")
