@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from types import ModuleType
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from spikefuse import LIF, Neuron, UnsupportedOperation
 from spikefuse.neurons.surrogate import Arctan, Custom, Sigmoid
+from spikefuse.scan import cache
 from spikefuse.scan.program import kinds_of, prepare
 
 
@@ -64,3 +68,20 @@ def test_primals_of_fixed_parameters_are_not_compiled() -> None:
     learned = Custom(derivative, primal=primal, width=nn.Parameter(torch.tensor(2.0)))
     with pytest.raises(UnsupportedOperation, match=r"derivative of LIF\.step uses 'lgamma'"):
         LIF(surrogate=learned)(torch.rand(3, 4))
+
+
+def test_source_is_imported_on_a_thread_with_enough_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be what imports Numba."""
+    threads, load = [], cache.load
+
+    def record(*args: str) -> ModuleType:
+        threads.append(threading.current_thread())
+        return load(*args)
+
+    monkeypatch.setattr(cache, "load", record)
+    neuron = LIF()
+    program = prepare(neuron, "numba", neuron.description().statics, kinds_of(neuron.values()))
+    monkeypatch.setattr(program, "modules", {})
+    program.forward()
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
