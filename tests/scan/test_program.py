@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from spikefuse import LIF, Neuron, UnsupportedOperation
 from spikefuse.kernels import numba_runtime
 from spikefuse.neurons.surrogate import Arctan, Custom, Sigmoid
+from spikefuse.scan import cache
 from spikefuse.scan.op import choose
 from spikefuse.scan.program import kinds_of, prepare, program
 from spikefuse.scan.records import Wanted
@@ -110,3 +113,20 @@ def test_backward_of_a_neuron_that_is_gone() -> None:
     y.sum().backward()
     assert x.grad is not None
     assert x.grad[0, 0] == 1.5**5
+
+
+def test_source_is_imported_on_a_thread_with_enough_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be what imports Numba."""
+    threads, load = [], cache.load
+
+    def record(*args: str) -> ModuleType:
+        threads.append(threading.current_thread())
+        return load(*args)
+
+    monkeypatch.setattr(cache, "load", record)
+    neuron = LIF()
+    program = prepare(neuron, "numba", neuron.description().statics, kinds_of(neuron.values()))
+    monkeypatch.setattr(program, "modules", {})
+    program.forward()
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
