@@ -167,6 +167,10 @@ def voxel_grid(events: Recording, num_steps: int) -> np.ndarray:
     Source: Zhu, Yuan, Chaney, Daniilidis, "Unsupervised Event-based Learning of Optical Flow,
     Depth, and Egomotion", CVPR 2019.
 
+    Args:
+        events: the recording.
+        num_steps: T.
+
     Returns:
         float32 `[T, P, H, W]`.
     """

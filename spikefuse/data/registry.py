@@ -221,7 +221,7 @@ def read_file(dataset: str | Dataset, path: str | Path, **transform: Any) -> Ite
         if path.suffix.lower() not in endings:
             ending, name = " or ".join(endings), _name(dataset)
             raise DataError(f"{path} is not a file of {name}: expected one that ends in {ending}")
-        slicing = Slicing(**{name: options.pop(name) for name in SLICING})
+        slicing = Slicing(**{name: options.pop(name) for name in SLICING if name in options})
         return map(partial(to_frames, slicing=slicing), read(path, **options))
     channels, size, width = (*found.shape, 0, 0)[:3]
     if channels not in (1, 3) or size != width:
