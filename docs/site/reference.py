@@ -66,10 +66,13 @@ def _described(name: str, text: str, texts: dict[str, str]) -> str:
 
 
 def _describe_settings(cls: griffe.Class) -> None:
-    """Add entries for the fields of a dataclass, `name: type = number(default, help, ...)`."""
+    """Add entries for the fields of a dataclass, `name: type = number(default, help, ...)`.
+
+    A field without a description is not an option of the user.
+    """
     lines = ["", "", "Args:"]
     for field in cls.attributes.values():
-        if isinstance(field.value, griffe.ExprCall):
+        if isinstance(field.value, griffe.ExprCall) and field.value.arguments:
             arguments = [str(a) for a in field.value.arguments]
             named = dict(a.split("=", 1) for a in arguments if re.match(r"\w+=", a))
             default, text, *others = [a for a in arguments if not re.match(r"\w+=", a)]
