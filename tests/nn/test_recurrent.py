@@ -53,6 +53,30 @@ def test_equals_the_reference(name, reset, dtype, backends):
             check_gradients(made, inputs, None, impl)
 
 
+class Scaled(sf.Neuron):
+    """Divides by a value of each neuron."""
+
+    v = sf.State()
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.full((20,), 0.5)
+
+    def step(self, x, v):
+        h = 0.5 * v + x / self.scale
+        s = sf.surrogate.Sigmoid()(h - 1)
+        return s, (h - s,)
+
+
+def test_lanes_without_a_neuron_may_be_nan(backends):
+    """Blocks of 32 lanes have 12 in which the division is 0 / 0."""
+    made = layer(Scaled().to(backends.device), 20, backends.device)
+    inputs = inputs_of(made.neuron, (4, 3, 20), torch.float32, backends.device)
+    for impl in backends.impls:
+        check_steps(made, inputs, None, impl)
+        check_gradients(made, inputs, None, impl)
+
+
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("connected", [True, False])
 def test_weights(heads, connected, backends):
