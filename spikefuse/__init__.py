@@ -34,6 +34,7 @@ from spikefuse.neurons import (
     LearnablePositive,
     LearnableTimeConstant,
     Neuron,
+    RateIF,
     RefractoryLIF,
     SEAdLIF,
     SlidingPSN,
@@ -64,6 +65,7 @@ if _TYPE_CHECKING:
     from spikefuse.train.predict import load
     from spikefuse.transforms.convert import convert
     from spikefuse.transforms.export import exportable
+    from spikefuse.transforms.from_ann import from_ann
     from spikefuse.transforms.graph_step import graph_step
     from spikefuse.transforms.nir_read import from_nir
     from spikefuse.transforms.nir_write import to_nir
@@ -96,6 +98,7 @@ __all__ = [
     "Loop",
     "Neuron",
     "OverTime",
+    "RateIF",
     "Recurrent",
     "RefractoryLIF",
     "SEAdLIF",
@@ -114,6 +117,7 @@ __all__ = [
     "distributed",
     "explain",
     "exportable",
+    "from_ann",
     "from_nir",
     "fuse",
     "graph_step",
@@ -137,6 +141,7 @@ _FUNCTIONS = {
     "convert": "transforms.convert",
     "explain": "inspect.explain",
     "exportable": "transforms.export",
+    "from_ann": "transforms.from_ann",
     "from_nir": "transforms.nir_read",
     "graph_step": "transforms.graph_step",
     "load": "train.predict",

@@ -7,6 +7,7 @@ from spikefuse.events.rate import scale_to_rate
 from spikefuse.events.stream import EventStream
 from spikefuse.graph.fuse import fuse
 from spikefuse.nn import encode, losses, metrics
+from spikefuse.nn.activations import QCFS
 from spikefuse.nn.checkpoint import checkpoint
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.loop import Loop
@@ -19,6 +20,7 @@ from spikefuse.nn.temporal import Temporal
 
 __all__ = [
     "PSN",
+    "QCFS",
     "Block",
     "EventLinear",
     "EventStream",

@@ -26,7 +26,7 @@ from tests.nn.recurrent_layers import (
 )
 
 # Neurons whose output is not on the grid.
-GRADED = ("LI", "LI-decay-input")
+GRADED = ("LI", "LI-decay-input", "RateIF")
 
 
 def cases():
