@@ -53,7 +53,7 @@ def test_equals_the_reference(name, reset, dtype, backends):
             check_gradients(made, inputs, None, impl)
 
 
-class Scaled(sf.Neuron):
+class Divided(sf.Neuron):
     """Divides by a value of each neuron."""
 
     v = sf.State()
@@ -70,7 +70,7 @@ class Scaled(sf.Neuron):
 
 def test_lanes_without_a_neuron_may_be_nan(backends):
     """Blocks of 32 lanes have 12 in which the division is 0 / 0."""
-    made = layer(Scaled().to(backends.device), 20, backends.device)
+    made = layer(Divided().to(backends.device), 20, backends.device)
     inputs = inputs_of(made.neuron, (4, 3, 20), torch.float32, backends.device)
     for impl in backends.impls:
         check_steps(made, inputs, None, impl)
