@@ -45,6 +45,8 @@ from spikefuse.neurons import (
 )
 from spikefuse.nn import (
     PSN,
+    Delay,
+    DelayedLinear,
     Loop,
     OverTime,
     Recurrent,
@@ -85,6 +87,8 @@ __all__ = [
     "AdLIF",
     "AlphaLIF",
     "CubaLIF",
+    "Delay",
+    "DelayedLinear",
     "DelayedResetLIF",
     "GatedLIF",
     "IntegerLIF",

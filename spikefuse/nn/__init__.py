@@ -8,6 +8,7 @@ from spikefuse.events.stream import EventStream
 from spikefuse.graph.fuse import fuse
 from spikefuse.nn import encode, losses, metrics
 from spikefuse.nn.checkpoint import checkpoint
+from spikefuse.nn.delay import Delay, DelayedLinear
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.loop import Loop
 from spikefuse.nn.over_time import PSN, OverTime
@@ -20,6 +21,8 @@ from spikefuse.nn.temporal import Temporal
 __all__ = [
     "PSN",
     "Block",
+    "Delay",
+    "DelayedLinear",
     "EventLinear",
     "EventStream",
     "Events",

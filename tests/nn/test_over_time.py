@@ -12,6 +12,7 @@ from torch import nn
 import spikefuse as sf
 from spikefuse.memory import Checkpoint
 from spikefuse.scan.state_passing import StatePassing
+from tests.grid import on_grid
 
 
 class Mean(nn.Module):
@@ -75,6 +76,59 @@ def test_sequences_in_parts_are_refused():
     net.passing = StatePassing()
     with pytest.raises(ValueError, match=match):
         net(x)
+
+
+class Window(nn.Module):
+    """A learned sum over three steps, of neighbours in the batch, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.tensor([0.25, 0.5, 1.0]))
+
+    def forward(self, x):
+        steps = len(x) - 2
+        return sum(k * x[i : i + steps] for i, k in enumerate(self.kernel)).roll(1, 1)
+
+
+@pytest.mark.parametrize("parts", [(1, 5), (4, 1, 1)])
+def test_a_history_is_carried(parts):
+    torch.manual_seed(0)
+    layer = sf.OverTime(Window(), history=2)
+    net, x = sf.Temporal(nn.Sequential(layer, sf.LIF(0.5))), 2 * on_grid((6, 3, 5), spread=1.0)
+    y = net(x)
+    k, padded = layer.body.kernel, torch.cat([torch.zeros(2, 3, 5), x])
+    h = torch.stack([k[0] * padded[t] + k[1] * padded[t + 1] + k[2] * x[t] for t in range(6)])
+    assert torch.equal(layer(x), h.roll(1, 1))
+    assert torch.equal(y, net.net[1](h.roll(1, 1)))
+    state, found = None, []
+    for part in x.split(parts):
+        output, state = net(part, state=state, return_state=True)
+        found.append(output)
+    assert torch.equal(torch.cat(found), y)
+    assert torch.equal(state["net.0"][0], x[-2:].transpose(0, 1))
+    assert [*net.neurons()] == ["net.1"]
+    stream = sf.Stream(net)
+    assert torch.equal(torch.stack([stream(step) for step in x]), y.detach())
+
+
+def test_wrong_histories():
+    layer = sf.OverTime(Window(), history=2)
+    x = torch.rand(6, 3, 5)
+    with pytest.raises(TypeError, match="OverTime with a history takes one input"):
+        layer(x, x)
+    with pytest.raises(ValueError, match="history is -1"):
+        sf.OverTime(Window(), history=-1)
+    twice = sf.Temporal(nn.Sequential(layer, layer))
+    assert twice(x).shape == x.shape
+    with pytest.raises(ValueError, match=r"layer 'net.0' is called twice in one step"):
+        twice(x, return_state=True)
+
+    class Hidden(nn.Module):
+        def forward(self, x):
+            return layer(x)
+
+    with pytest.raises(ValueError, match="OverTime has a state, but is not a submodule"):
+        sf.Temporal(Hidden())(x, return_state=True)
 
 
 @pytest.mark.parametrize(
