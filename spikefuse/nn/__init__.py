@@ -11,7 +11,7 @@ from spikefuse.nn.checkpoint import checkpoint
 from spikefuse.nn.delay import Delay, DelayedLinear
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.loop import Loop
-from spikefuse.nn.over_time import PSN, OverTime
+from spikefuse.nn.over_time import PSN, OverTime, StepScale
 from spikefuse.nn.parameter_groups import parameter_groups
 from spikefuse.nn.pool import MaxPool2d
 from spikefuse.nn.recurrent import Recurrent
@@ -31,6 +31,7 @@ __all__ = [
     "MaxPool2d",
     "OverTime",
     "Recurrent",
+    "StepScale",
     "Stream",
     "Temporal",
     "checkpoint",

@@ -132,6 +132,48 @@ class OverTime(OnSequences):
         return self.body(*inputs)
 
 
+class StepScale(OnSequences):
+    """Multiply each time step by a scale of its own, which is learned.
+
+    Equation: `y[t] = scale[t] x[t]`.
+
+    After a batch norm, whose statistics run over T and B inside `Temporal`, it is the temporal
+    effective batch normalization (TEBN). `sf.convert` takes that of SpikingJelly.
+
+    Shapes: `x`, `y`: `[T, B, ...]`, with T = `num_steps`, inside `Temporal` `[T*B, ...]`, of any
+    dtype of floating point; `scale`, a parameter: `[T]`, ones at first.
+
+    Example::
+
+        layers = nn.Sequential(
+            nn.Conv2d(2, 16, 3, bias=False), nn.BatchNorm2d(16), sf.StepScale(4), sf.LIF())
+        spikes = sf.Temporal(layers)(torch.rand(4, 8, 2, 10, 10))
+
+    Args:
+        num_steps: T.
+
+    Raises:
+        ValueError: `num_steps` is below 1; at a call, the input has another number of steps, or
+            the network gets the sequence in parts.
+
+    Source: Duan et al., "Temporal Effective Batch Normalization in Spiking Neural Networks",
+    NeurIPS 2022.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        if num_steps < 1:
+            raise ValueError(f"num_steps is {num_steps}: expected at least 1")
+        self.scale = nn.Parameter(torch.ones(num_steps))
+
+    def over_time(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        if len(x) != len(self.scale):
+            raise ValueError(
+                f"{type(self).__name__} received {len(x)} time steps: expected {len(self.scale)}"
+            )
+        return x * self.scale.to(x.dtype).view(-1, *(1,) * (x.ndim - 1))
+
+
 class PSN(OnSequences):
     """Parallel spiking neuron: the potential of each step is a learned sum over all steps.
 

@@ -156,6 +156,43 @@ def test_wrong_results(body, kind, match):
         network(body)(torch.rand(6, 3, 5))
 
 
+# Scales per step
+
+
+def test_temporal_effective_batch_norm():
+    """Against the formula, step by step, in float64: values, gradients, fused."""
+    torch.manual_seed(0)
+    norm, scale, x = nn.BatchNorm2d(3), sf.StepScale(5), torch.randn(5, 4, 3, 2, 2)
+    with torch.no_grad():
+        for p in (norm.weight, norm.bias, scale.scale):
+            p.uniform_(0.5, 2.0)
+    net, x = sf.Temporal(nn.Sequential(norm, scale).double()), x.double().requires_grad_()
+    parameters = [x, *net.parameters()]
+    mean, deviation = x.mean((0, 1, 3, 4)), x.var((0, 1, 3, 4), correction=0) + norm.eps
+    steps = []
+    for t in range(5):
+        normed = (x[t] - mean.view(-1, 1, 1)) / deviation.sqrt().view(-1, 1, 1)
+        affine = normed * norm.weight.view(-1, 1, 1) + norm.bias.view(-1, 1, 1)
+        steps.append(scale.scale[t] * affine)
+    for y in (net(x), sf.fuse(net)(x)):
+        torch.testing.assert_close(y, torch.stack(steps))
+        found, expected = (
+            torch.autograd.grad(v.pow(3).sum(), parameters, retain_graph=True)
+            for v in (y, torch.stack(steps))
+        )
+        torch.testing.assert_close(found, expected)
+
+
+def test_wrong_scales():
+    with pytest.raises(ValueError, match="num_steps is 0"):
+        sf.StepScale(0)
+    net = sf.Temporal(nn.Sequential(sf.StepScale(3)))
+    with pytest.raises(ValueError, match="StepScale received 4 time steps: expected 3"):
+        net(torch.rand(4, 2, 5))
+    with pytest.raises(ValueError, match="StepScale needs the whole sequence in one call"):
+        net(torch.rand(3, 2, 5), return_state=True)
+
+
 # Parallel neurons
 
 
