@@ -61,6 +61,7 @@ if _TYPE_CHECKING:
     from spikefuse.inspect.record import record
     from spikefuse.inspect.report import report
     from spikefuse.inspect.source import source
+    from spikefuse.nn import plasticity
     from spikefuse.train.predict import load
     from spikefuse.transforms.convert import convert
     from spikefuse.transforms.export import exportable
@@ -120,6 +121,7 @@ __all__ = [
     "load",
     "memory",
     "models",
+    "plasticity",
     "plots",
     "record",
     "report",
@@ -132,7 +134,13 @@ __all__ = [
 
 
 # What most programs do not need, and the modules that have it.
-_MODULES = {"data": "data", "models": "models", "plots": "inspect.plots", "train": "train"}
+_MODULES = {
+    "data": "data",
+    "models": "models",
+    "plasticity": "nn.plasticity",
+    "plots": "inspect.plots",
+    "train": "train",
+}
 _FUNCTIONS = {
     "convert": "transforms.convert",
     "explain": "inspect.explain",
