@@ -42,7 +42,7 @@ def pair_stdp(args: argparse.Namespace, T: int, B: int, N: int, M: int) -> Recor
     torch.manual_seed(0)
     pre, post = (torch.rand(T, B, n, device=args.device) < p for n, p in ((N, 0.03), (M, 0.01)))
     pre, post = pre.float(), post.float()
-    rule = sf.plasticity.Rule(DECAY, DECAY)
+    rule = sf.plasticity.STDPRule(DECAY, DECAY)
 
     def ours() -> Tensor:
         up, down = sf.plasticity.stdp(pre, post, rule)

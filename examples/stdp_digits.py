@@ -26,7 +26,7 @@ from spikefuse.nn.encode import poisson
 MAX_RATE = 0.3  # spikes per step of a white pixel
 WEIGHT_SUM = 6.0
 LEARNING_RATE, DEPRESSION, HOMEOSTASIS = 0.05, 0.3, 10.0
-RULE = sf.plasticity.Rule(pre_decay=0.9, post_decay=0.9)
+RULE = sf.plasticity.STDPRule(pre_decay=0.9, post_decay=0.9)
 
 
 class Competition(nn.Module):
@@ -102,7 +102,7 @@ def draw(fields: Tensor, path: str) -> None:
     for axes in panels.flat:
         axes.set_axis_off()
     for axes, field in zip(panels.flat, fields, strict=False):
-        axes.imshow(field, cmap="Blues")
+        axes.imshow(field.numpy(), cmap="Blues")
     figure.savefig(path)
 
 

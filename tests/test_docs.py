@@ -172,7 +172,17 @@ def leaves(nav: Any) -> list[str]:
 
 
 # The public face: `sf` is the name by which pages call the package.
-FACES = ["", ".nn", ".nn.encode", ".surrogate", ".memory", ".distributed", ".models", ".data"]
+FACES = [
+    "",
+    ".nn",
+    ".nn.encode",
+    ".nn.readouts",
+    ".surrogate",
+    ".memory",
+    ".distributed",
+    ".models",
+    ".data",
+]
 FACES += [".train", ".plots", ".plasticity"]
 PUBLIC = {
     f"sf{face}.{name}": getattr(module, name)

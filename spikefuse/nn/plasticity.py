@@ -16,13 +16,13 @@ from spikefuse.neurons.definition import Neuron, Outputs, State, States
 from spikefuse.neurons.li import LI
 from spikefuse.neurons.parameters import number
 
-__all__ = ["Rule", "stdp"]
+__all__ = ["STDPRule", "stdp"]
 
 Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Rule:
+class STDPRule:
     """The constants of STDP: by pairs of spikes, or by triplets if a triplet amplitude is set.
 
     Equations, for the spikes `x` before and `y` after a synapse, with the traces `r1`, `r2` of `x`
@@ -44,7 +44,7 @@ class Rule:
     Example::
 
         decay = lambda tau: float(torch.tensor(-1 / tau).exp())  # tau in steps, here 1 ms
-        visual_cortex = sf.plasticity.Rule(
+        visual_cortex = sf.plasticity.STDPRule(
             decay(16.8), decay(33.7), potentiation=0.0, depression=7.1e-3,
             slow_post_decay=decay(114.0), triplet_potentiation=6.5e-3)
 
@@ -78,14 +78,14 @@ class Rule:
 def stdp(
     pre: Tensor,
     post: Tensor,
-    rule: Rule = Rule(),
+    rule: STDPRule = STDPRule(),
     reward: Tensor | None = None,
     state: Any = None,
     return_state: bool = False,
 ) -> Any:
     """Return by how much STDP, or reward-modulated STDP, potentiates and depresses the synapses.
 
-    Equations, with `up[t]` of `Rule` for each sample, and the rewards `R`; the same for `down`::
+    Equations, with `up[t]` of `STDPRule` for each sample and the rewards `R`; as well for `down`::
 
         up = mean_b sum_t up[t]             without rewards
         up = mean_b sum_t R[t] e[t],        e[t] = eligibility_decay e[t - 1] + up[t]
@@ -95,8 +95,8 @@ def stdp(
         weight += 0.01 * (up - down)                            # then weight.clamp_(0, 1): hard
         weight += 0.01 * ((1 - weight) * up - weight * down)    # soft bounds 0 and 1
 
-    Source: that of `Rule`; Izhikevich, "Solving the Distal Reward Problem through Linkage of STDP
-    and Dopamine Signaling", Cerebral Cortex 17, 2007, for the eligibility `e`.
+    Source: that of `STDPRule`; for the eligibility `e`, Izhikevich, "Solving the Distal Reward
+    Problem through Linkage of STDP and Dopamine Signaling", Cerebral Cortex 17, 2007.
 
     Example::
 
@@ -156,7 +156,7 @@ class _Traces(Neuron):
 
 
 def _factors(
-    pre: Tensor, post: Tensor, rule: Rule, before: Any, after: Any
+    pre: Tensor, post: Tensor, rule: STDPRule, before: Any, after: Any
 ) -> tuple[list[Pair], Any, Any]:
     """Return the factors `[T, B, M]` and `[T, B, N]` of `up` and `down`, and the last traces."""
     of_pre = _Traces(

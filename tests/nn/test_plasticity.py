@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import spikefuse as sf
-from spikefuse.nn.plasticity import Rule, stdp
+from spikefuse.nn.plasticity import STDPRule, stdp
 
 T, B, N, M = 12, 3, 5, 4
-PAIR = Rule(0.8, 0.7, 0.5, 0.3)
-TRIPLET = Rule(0.8, 0.7, 0.5, 0.3, 0.9, 0.95, 0.2, 0.1, 0.85)
+PAIR = STDPRule(0.8, 0.7, 0.5, 0.3)
+TRIPLET = STDPRule(0.8, 0.7, 0.5, 0.3, 0.9, 0.95, 0.2, 0.1, 0.85)
 
 
 def trains(device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
@@ -24,7 +24,7 @@ def trains(device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
     return pre.float().to(device), post.float().to(device), reward.to(device)
 
 
-def loop(pre: Tensor, post: Tensor, rule: Rule, reward: Tensor | None = None) -> list[Tensor]:
+def loop(pre: Tensor, post: Tensor, rule: STDPRule, reward: Tensor | None = None) -> list[Tensor]:
     """Synapse by synapse and step by step, in float64."""
     r = asdict(rule)
     sums = torch.zeros(2, M, N, dtype=torch.float64)
@@ -55,7 +55,7 @@ def check(found: tuple[Tensor, Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("rule", [PAIR, TRIPLET], ids=["pair", "triplet"])
 @pytest.mark.parametrize("rewarded", [False, True])
-def test_against_a_loop(rule: Rule, rewarded: bool, device: str) -> None:
+def test_against_a_loop(rule: STDPRule, rewarded: bool, device: str) -> None:
     pre, post, reward = trains(device)
     given = reward if rewarded else None
     expected = loop(pre, post, rule, given)
@@ -81,7 +81,7 @@ MEASURED = {
 }
 
 
-def paired(delay_ms: int, rate: float, rule: Rule) -> float:
+def paired(delay_ms: int, rate: float, rule: STDPRule) -> float:
     """The change by 60 pairs, in steps of 1 ms; of rates below 1 Hz by 1 pair, 60 times."""
     pairs, period = (60, round(1000 / rate)) if rate >= 1 else (1, 1000)
     pre, post = torch.zeros(2, pairs * period + 20, 1, 1)
@@ -93,7 +93,7 @@ def paired(delay_ms: int, rate: float, rule: Rule) -> float:
 def test_pairs_of_spikes_in_visual_cortex() -> None:
     """The minimal triplet model for all pairs has an error of 0.34 in the paper."""
     decay = {tau: math.exp(-1 / tau) for tau in (16.8, 33.7, 114.0)}
-    pair = Rule(decay[16.8], decay[33.7], potentiation=0.0, depression=7.1e-3)
+    pair = STDPRule(decay[16.8], decay[33.7], potentiation=0.0, depression=7.1e-3)
     rule = replace(pair, slow_post_decay=decay[114.0], triplet_potentiation=6.5e-3)
     errors = [
         ((paired(delay, rate, rule) - value) / error) ** 2
@@ -110,4 +110,4 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match=r"shape \[3\]: expected \[T, B\] = \[12, 3\]"):
         stdp(pre, post, reward=reward[0])
     with pytest.raises(ValueError, match=r"post_decay is 1\.5: expected a number in \[0, 1\]"):
-        sf.plasticity.Rule(post_decay=1.5)
+        sf.plasticity.STDPRule(post_decay=1.5)
