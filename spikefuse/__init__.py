@@ -65,6 +65,7 @@ if _TYPE_CHECKING:
     from spikefuse.inspect.record import record
     from spikefuse.inspect.report import report
     from spikefuse.inspect.source import source
+    from spikefuse.nn import plasticity
     from spikefuse.train.predict import load
     from spikefuse.transforms.convert import convert
     from spikefuse.transforms.export import exportable
@@ -130,6 +131,7 @@ __all__ = [
     "load",
     "memory",
     "models",
+    "plasticity",
     "plots",
     "record",
     "report",
@@ -142,7 +144,13 @@ __all__ = [
 
 
 # What most programs do not need, and the modules that have it.
-_MODULES = {"data": "data", "models": "models", "plots": "inspect.plots", "train": "train"}
+_MODULES = {
+    "data": "data",
+    "models": "models",
+    "plasticity": "nn.plasticity",
+    "plots": "inspect.plots",
+    "train": "train",
+}
 _FUNCTIONS = {
     "convert": "transforms.convert",
     "explain": "inspect.explain",

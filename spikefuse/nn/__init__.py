@@ -6,7 +6,7 @@ from spikefuse.events.linear import EventLinear
 from spikefuse.events.rate import scale_to_rate
 from spikefuse.events.stream import EventStream
 from spikefuse.graph.fuse import fuse
-from spikefuse.nn import encode, losses, metrics
+from spikefuse.nn import encode, losses, metrics, readouts
 from spikefuse.nn.activations import QCFS
 from spikefuse.nn.checkpoint import checkpoint
 from spikefuse.nn.delay import Delay, DelayedLinear
@@ -42,5 +42,6 @@ __all__ = [
     "losses",
     "metrics",
     "parameter_groups",
+    "readouts",
     "scale_to_rate",
 ]
