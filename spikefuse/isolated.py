@@ -64,6 +64,7 @@ class Reader(AbstractContextManager["Reader"]):
         process = self._process = self._process or _start()
         assert process.stdin
         assert process.stdout
+        is_waiting = False
         try:
             process.stdin.write(f"{json.dumps(request)}\n".encode())
             process.stdin.flush()
@@ -76,14 +77,16 @@ class Reader(AbstractContextManager["Reader"]):
                         else f"{library} crashes"
                     )
                 if isinstance(answer, str):
+                    is_waiting = True
                     raise ValueError(answer)
                 kind, shape = answer
                 array = np.empty(shape, kind)
                 process.stdout.readinto(_bytes(array))  # type: ignore[attr-defined]
                 yield array
-        except BaseException:  # the next file gets a new process
-            self.close()
-            raise
+            is_waiting = True
+        finally:
+            if not is_waiting:  # the next file gets a new process
+                self.close()
 
     def close(self) -> None:
         """End the process."""
@@ -176,6 +179,7 @@ def _opened(library: str, path: str, limit: int) -> AbstractContextManager[Any]:
     parts: list[Any] = []
     file.visititems(lambda name, part: parts.append(part))  # doesn't follow links to other files
     if sum(part.nbytes for part in parts if isinstance(part, h5py.Dataset)) > limit:
+        file.close()
         raise ValueError(f"more than {limit} bytes of content")
     opened: AbstractContextManager[Any] = file
     return opened

@@ -59,13 +59,18 @@ def test_the_reader_of_the_arrays_may_take_any_time(
 
 def test_one_process_reads_several_files(path: Path) -> None:
     """A new one takes the place of one that ends, or whose arrays are not asked for."""
+    fails = path.parent / "fails.py"
+    fails.write_text("def read(file): return file['y']")
     ends = path.parent / "ends.py"
     ends.write_text("import os\ndef read(file): os.abort()")
     program = reader(path.parent, "yield file['x'][()]", "yield np.array(os.getpid())")
     with isolated.Reader() as process:
         (x, first), (_, again) = (process.arrays(program, "h5py", path) for _ in range(2))
         assert x.tolist() == [1, 2]
-        assert first == again != os.getpid()
+        with pytest.raises(ValueError, match="KeyError"):
+            next(process.arrays(fails, "h5py", path))
+        _, third = process.arrays(program, "h5py", path)
+        assert first == again == third != os.getpid()
         with pytest.raises(ValueError, match="h5py crashes"):
             next(process.arrays(ends, "h5py", path))
         next(process.arrays(program, "h5py", path))
