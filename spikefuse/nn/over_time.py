@@ -27,6 +27,11 @@ class OnSequences(nn.Module):
 
     history: int | None = None
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The names of the states, tensors `[B, ...]`; none for a layer that carries no state."""
+        return () if self.history is None else ("history",)
+
     def over_time(self, *inputs: Tensor) -> Any:
         """Return the result `[T, B, ...]`, or a tuple, for inputs `[T, B, ...]`, which begin with
         the steps of the history, `[history + T, B, ...]`, if there is one."""
@@ -41,7 +46,7 @@ class OnSequences(nn.Module):
             raise ValueError(
                 f"{type(self).__name__} needs all time steps in one process: use data parallelism"
             )
-        if call.has_states and self.history is None:
+        if call.has_states and not self.state_names:
             raise ValueError(
                 f"{type(self).__name__} needs the whole sequence in one call, without state= and "
                 "return_state=True, and outside of Stream"
@@ -50,6 +55,7 @@ class OnSequences(nn.Module):
         return tuple(map(flatten_steps, y)) if isinstance(y, tuple) else flatten_steps(y)
 
     def _over_time(self, inputs: Sequence[Tensor], call: TemporalCall | None) -> Any:
+        """Return the result for inputs `[T, B, ...]`, with states from `call` and to it."""
         steps = inputs[0].shape[:2]
         if self.history is not None:
             if len(inputs) > 1:
