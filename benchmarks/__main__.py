@@ -20,7 +20,7 @@ from benchmarks.runner import plain_parser
 
 ON_GPU = ("neurons steps", "neurons", "neurons block", "recurrent", "networks")
 TABLES = tuple(f"tables --page {page}" for page in record.PAGES)
-ANYWHERE = ("events", "neurons first_call", "cpu", *TABLES)
+ANYWHERE = ("events", "neurons first_call", "cpu", "plasticity", *TABLES)
 WORKLOADS = ("resnet18-mnist", "alexnet-imagenet", "resnet34-imagenet")
 
 

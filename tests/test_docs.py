@@ -172,8 +172,18 @@ def leaves(nav: Any) -> list[str]:
 
 
 # The public face: `sf` is the name by which pages call the package.
-FACES = ["", ".nn", ".nn.encode", ".surrogate", ".memory", ".distributed", ".models", ".data"]
-FACES += [".train", ".plots"]
+FACES = [
+    "",
+    ".nn",
+    ".nn.encode",
+    ".nn.readouts",
+    ".surrogate",
+    ".memory",
+    ".distributed",
+    ".models",
+    ".data",
+]
+FACES += [".train", ".plots", ".plasticity"]
 PUBLIC = {
     f"sf{face}.{name}": getattr(module, name)
     for face in FACES
@@ -215,7 +225,9 @@ def test_parameters_have_descriptions(name: str) -> None:
 
 
 # Callables whose docstring has an example.
-DOCUMENTED = [name for name in CALLABLES if re.fullmatch(r"sf\.((memory|plots)\.)?\w+", name)]
+DOCUMENTED = [
+    name for name in CALLABLES if re.fullmatch(r"sf\.((memory|plots|plasticity)\.)?\w+", name)
+]
 DOCUMENTED += ["sf.data.load", "sf.data.split", "sf.train.fit"]
 # Examples that are only compiled, and why.
 COMPILED = {

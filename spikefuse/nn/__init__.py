@@ -6,7 +6,8 @@ from spikefuse.events.linear import EventLinear
 from spikefuse.events.rate import scale_to_rate
 from spikefuse.events.stream import EventStream
 from spikefuse.graph.fuse import fuse
-from spikefuse.nn import encode, losses, metrics
+from spikefuse.nn import encode, losses, metrics, readouts
+from spikefuse.nn.activations import QCFS
 from spikefuse.nn.checkpoint import checkpoint
 from spikefuse.nn.delay import Delay, DelayedLinear
 from spikefuse.nn.feedback import Feedback
@@ -20,6 +21,7 @@ from spikefuse.nn.temporal import Temporal
 
 __all__ = [
     "PSN",
+    "QCFS",
     "Block",
     "Delay",
     "DelayedLinear",
@@ -40,5 +42,6 @@ __all__ = [
     "losses",
     "metrics",
     "parameter_groups",
+    "readouts",
     "scale_to_rate",
 ]

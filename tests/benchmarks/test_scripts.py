@@ -26,6 +26,7 @@ SCRIPTS = (
     "delays",
     "open_neuromorphic",
     "cpu",
+    "plasticity",
     "neurons block --layout channels-last --shapes T=4",
     "networks --dtype bfloat16 --name networks_trial --T 3",
     "events",
