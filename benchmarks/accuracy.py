@@ -183,8 +183,9 @@ class Run:
         self.net = self.make_network()
         self.optimizer = self.make_optimizer()
         steps, rise = args.epochs * len(self.batches), args.rise
+        rates = [group["lr"] for group in self.optimizer.param_groups]
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer, args.lr, steps, pct_start=rise, cycle_momentum=False
+            self.optimizer, rates, steps, pct_start=rise, cycle_momentum=False
         )
         self.parts = {"net": self.net, "optimizer": self.optimizer, "schedule": self.schedule}
         self.step: Any = sf.graph_step(self._step, self.net, self.optimizer, fallback=True)

@@ -34,6 +34,7 @@ from spikefuse.neurons import (
     LearnablePositive,
     LearnableTimeConstant,
     Neuron,
+    RateIF,
     RefractoryLIF,
     SEAdLIF,
     SlidingPSN,
@@ -45,9 +46,12 @@ from spikefuse.neurons import (
 )
 from spikefuse.nn import (
     PSN,
+    Delay,
+    DelayedLinear,
     Loop,
     OverTime,
     Recurrent,
+    StepScale,
     Stream,
     Temporal,
     checkpoint,
@@ -65,6 +69,7 @@ if _TYPE_CHECKING:
     from spikefuse.train.predict import load
     from spikefuse.transforms.convert import convert
     from spikefuse.transforms.export import exportable
+    from spikefuse.transforms.from_ann import from_ann
     from spikefuse.transforms.graph_step import graph_step
     from spikefuse.transforms.nir_read import from_nir
     from spikefuse.transforms.nir_write import to_nir
@@ -86,6 +91,8 @@ __all__ = [
     "AdLIF",
     "AlphaLIF",
     "CubaLIF",
+    "Delay",
+    "DelayedLinear",
     "DelayedResetLIF",
     "GatedLIF",
     "IntegerLIF",
@@ -97,11 +104,13 @@ __all__ = [
     "Loop",
     "Neuron",
     "OverTime",
+    "RateIF",
     "Recurrent",
     "RefractoryLIF",
     "SEAdLIF",
     "SlidingPSN",
     "State",
+    "StepScale",
     "Stream",
     "Temporal",
     "TernaryLIF",
@@ -115,6 +124,7 @@ __all__ = [
     "distributed",
     "explain",
     "exportable",
+    "from_ann",
     "from_nir",
     "fuse",
     "graph_step",
@@ -145,6 +155,7 @@ _FUNCTIONS = {
     "convert": "transforms.convert",
     "explain": "inspect.explain",
     "exportable": "transforms.export",
+    "from_ann": "transforms.from_ann",
     "from_nir": "transforms.nir_read",
     "graph_step": "transforms.graph_step",
     "load": "train.predict",

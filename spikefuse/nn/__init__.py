@@ -7,10 +7,12 @@ from spikefuse.events.rate import scale_to_rate
 from spikefuse.events.stream import EventStream
 from spikefuse.graph.fuse import fuse
 from spikefuse.nn import encode, losses, metrics, readouts
+from spikefuse.nn.activations import QCFS
 from spikefuse.nn.checkpoint import checkpoint
+from spikefuse.nn.delay import Delay, DelayedLinear
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.loop import Loop
-from spikefuse.nn.over_time import PSN, OverTime
+from spikefuse.nn.over_time import PSN, OverTime, StepScale
 from spikefuse.nn.parameter_groups import parameter_groups
 from spikefuse.nn.pool import MaxPool2d
 from spikefuse.nn.recurrent import Recurrent
@@ -19,7 +21,10 @@ from spikefuse.nn.temporal import Temporal
 
 __all__ = [
     "PSN",
+    "QCFS",
     "Block",
+    "Delay",
+    "DelayedLinear",
     "EventLinear",
     "EventStream",
     "Events",
@@ -28,6 +33,7 @@ __all__ = [
     "MaxPool2d",
     "OverTime",
     "Recurrent",
+    "StepScale",
     "Stream",
     "Temporal",
     "checkpoint",

@@ -12,10 +12,10 @@ from spikefuse.neurons.definition import States
 from spikefuse.nn.call import TemporalCall
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.over_time import OnSequences
-from spikefuse.nn.temporal import neurons_of
+from spikefuse.nn.temporal import layers_with_states
 from spikefuse.scan.checks import call_untraced
 
-#: The last outputs, and the states of the neurons by name.
+#: The last outputs, and the states by name.
 LoopState = tuple[tuple[Tensor, ...], dict[str, States]]
 
 
@@ -27,7 +27,8 @@ class Loop(OnSequences):
 
         y[t] = body(x[t], y[t - 1])
 
-    Time is a Python loop of T calls of `body`, whose neurons keep their states in between.
+    Time is a Python loop of T calls of `body`, whose neurons keep their states in between, as do
+    delays.
     Gradients flow through all steps. `sf.graph_step` records the loop, which removes the cost of
     the calls on a GPU; `Recurrent` takes one launch for a matrix.
 
@@ -89,8 +90,8 @@ class Loop(OnSequences):
         return f"shapes={self.shapes}"
 
     def _run(self, x: Tensor, state: LoopState | None) -> tuple[Any, LoopState]:
-        neurons = neurons_of(self.body)
-        names = dict(zip(map(id, neurons.values()), neurons, strict=True))
+        layers = layers_with_states(self.body)
+        names = dict(zip(map(id, layers.values()), layers, strict=True))
         batch = x.shape[1]
         if state is None:
             state = tuple(x.new_zeros(batch, *shape) for shape in self.shapes), {}
