@@ -46,6 +46,7 @@ from spikefuse.neurons import (
 from spikefuse.nn import (
     PSN,
     Loop,
+    Online,
     OverTime,
     Recurrent,
     Stream,
@@ -95,6 +96,7 @@ __all__ = [
     "LearnableTimeConstant",
     "Loop",
     "Neuron",
+    "Online",
     "OverTime",
     "Recurrent",
     "RefractoryLIF",

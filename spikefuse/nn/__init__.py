@@ -10,6 +10,7 @@ from spikefuse.nn import encode, losses, metrics
 from spikefuse.nn.checkpoint import checkpoint
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.loop import Loop
+from spikefuse.nn.online import Online
 from spikefuse.nn.over_time import PSN, OverTime
 from spikefuse.nn.parameter_groups import parameter_groups
 from spikefuse.nn.pool import MaxPool2d
@@ -26,6 +27,7 @@ __all__ = [
     "Feedback",
     "Loop",
     "MaxPool2d",
+    "Online",
     "OverTime",
     "Recurrent",
     "Stream",
