@@ -174,7 +174,10 @@ class Learning(Observer):
             self._check(name, [*inputs, *states], sources)
         received = [*inputs, *states]
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in received]
-        twins = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        has_hidden = [bool(self._split(_leaves_of([x]))[1]) for x in inputs]
+        twins = [
+            x.detach().requires_grad_(known) for x, known in zip(inputs, has_hidden, strict=True)
+        ]
         first = leaves[len(inputs) :]
         if self.layers is not None:
             for s in first:
