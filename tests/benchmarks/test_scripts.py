@@ -23,6 +23,7 @@ SCRIPTS = (
     "neurons steps --dtype float32 --T 2",
     "neurons --groups lif inference layout zoo --dtype bfloat16",
     "recurrent",
+    "from_ann",
     "delays",
     "open_neuromorphic",
     "cpu",
