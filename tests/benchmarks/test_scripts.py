@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,15 @@ SCRIPTS = (
     "neurons steps --dtype float32 --T 2",
     "neurons --groups lif inference layout zoo --dtype bfloat16",
     "recurrent",
+    "from_ann",
+    "delays",
     "open_neuromorphic",
     "cpu",
+    "plasticity",
     "neurons block --layout channels-last --shapes T=4",
     "networks --dtype bfloat16 --name networks_trial --T 3",
     "events",
-    "spoken_digits --names spikefuse --dtype bfloat16",
+    "spoken_digits --names spikefuse 'spikefuse, delays' --dtype bfloat16",
     "neurons first_call --backend numba --neurons LIF",
     "reproduce temporal-fusion-mnist-resnet18",
 )
@@ -76,7 +80,7 @@ def trained_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("command", SCRIPTS)
 def test_script(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "reuse_memory", lambda: True)  # permanent in this process
-    name, *options = command.split()
+    name, *options = shlex.split(command)
     importlib.import_module(f"benchmarks.{name}").main([*options, *QUICK, "--out", str(tmp_path)])
     check(tmp_path)
 
