@@ -66,7 +66,9 @@ def test_editors(name: str) -> None:
     assert not {"args", "kwargs", "firing"} & set(shown)
 
 
-@pytest.mark.parametrize("name", ["data", "models", "plots", "train", "surrogate", "memory"])
+@pytest.mark.parametrize(
+    "name", ["data", "models", "plots", "train", "surrogate", "memory", "plasticity"]
+)
 def test_completions(name: str) -> None:
     jedi = pytest.importorskip("jedi", reason="jedi is not installed: pip install jedi")
     code = f"import spikefuse as sf\nsf.{name}."
