@@ -1,6 +1,6 @@
 """The change of a layer's weights by pair STDP, beside loops over time.
 
-    PYTHONPATH=.parity python -m benchmarks.plasticity --device cpu
+    PYTHONPATH=.parity python -m benchmarks.plasticity
 
 784 inputs, 400 neurons, T = 250, B = 16, as in networks that learn digits, 3 % of the inputs and
 1 % of the neurons fire in a step. One loop adds the outer products of all samples, as the rule is
@@ -32,7 +32,9 @@ TOLERANCE = 1e-5  # relative difference of sums in another order
 
 
 def main(argv: list[str] | None = None) -> Path:
-    args = runner.parse(runner.make_parser("plasticity", __doc__, rounds=7), argv)
+    parser = runner.make_parser("plasticity", __doc__, rounds=7)
+    parser.set_defaults(device="cpu")
+    args = runner.parse(parser, argv)
     T, B, N, M = QUICK_SIZE if args.quick else SIZE
     title = f"{N}-{M}, T = {T}, B = {B}"
     return runner.run_cases(args, [(title, partial(pair_stdp, args, T, B, N, M))])

@@ -45,7 +45,8 @@ class Competition(nn.Module):
         """The spikes `[B, neurons]` for pixels `[B, inputs]` and the spikes of the last step."""
         current = F.linear(x, self.weight) - self.inhibition * last.sum(1, keepdim=True)
         h = self.membrane(current) - self.threshold
-        return ((h >= 0) & (h == h.amax(1, keepdim=True))).float()
+        spikes: Tensor = ((h >= 0) & (h == h.amax(1, keepdim=True))).float()
+        return spikes
 
     def learn(self, x: Tensor, spikes: Tensor) -> None:
         """Change weights and thresholds by the spikes of pixels and of neurons over time."""

@@ -21,7 +21,7 @@ from spikefuse.nn.call import Scan, active
 from spikefuse.nn.checkpoint import is_recomputed
 from spikefuse.nn.nesting import map_tensors
 from spikefuse.nn.neuron import scan_neuron
-from spikefuse.nn.readouts import valid_steps
+from spikefuse.nn.readouts import valid
 from spikefuse.scan.layout import unflatten_steps
 from spikefuse.scan.records import Arguments, Results, Wanted
 
@@ -75,14 +75,10 @@ class Record(Mapping[str, dict[str, Any]]):
     def rates(self) -> dict[str, float]:
         """The share of neurons that fire in a step, by layer of neurons. Layers whose outputs are
         not spikes, such as the potentials of `LI`, have none. Padding does not count."""
-        spikes = {name: self._steps(s.detach()) for name, s in self.of().items()}
+        spikes = {name: s.detach() for name, s in self.of().items()}
+        if self.lengths is not None:
+            spikes = {name: s[valid(s, self.lengths)] for name, s in spikes.items()}
         return {name: firing_rate(s) for name, s in spikes.items() if are_spikes(s)}
-
-    def _steps(self, x: Tensor) -> Tensor:
-        """`[T, B, ...]`, or without padding the steps of all samples."""
-        if self.lengths is None:
-            return x
-        return x[valid_steps(self.lengths, len(x)).to(x.device)]
 
     def __repr__(self) -> str:
         def shown(x: Any) -> str:

@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spikefuse.nn import readouts
+from spikefuse.nn.readouts import Lengths
 
 
-def ce_count(spikes: Tensor, target: Tensor, lengths: Tensor | None = None) -> Tensor:
+def ce_count(spikes: Tensor, target: Tensor, lengths: Lengths = None) -> Tensor:
     """Compute the cross-entropy of spike counts: `CE(sum_t s[t], target)`.
 
     Source: Eshraghian et al., "Training Spiking Neural Networks Using Lessons From Deep Learning",
@@ -41,11 +42,7 @@ def ce_count(spikes: Tensor, target: Tensor, lengths: Tensor | None = None) -> T
 
 
 def ce_rate(
-    x: Tensor,
-    target: Tensor,
-    weight: float = 0.0,
-    level: float = 1.0,
-    lengths: Tensor | None = None,
+    x: Tensor, target: Tensor, weight: float = 0.0, level: float = 1.0, lengths: Lengths = None
 ) -> Tensor:
     """Compute the mean over time of each step's cross-entropy, the TET loss.
 
@@ -70,6 +67,7 @@ def ce_rate(
     if not 0 <= weight <= 1:
         raise ValueError(f"weight is {weight!r}: expected a number in [0, 1]")
     x, target = _checked(x, target)
+    x = readouts.filled(x, lengths, 0)  # whose gradients would be NaN times 0, if it is NaN
     labels = target.expand(len(x), *target.shape).flatten(0, 1)
     losses = F.cross_entropy(x.flatten(0, 1), labels, reduction="none").view(x.shape[:2])
     if weight != 0:
@@ -77,7 +75,7 @@ def ce_rate(
     return readouts.mean(losses, lengths).mean()
 
 
-def ce_max_membrane(v: Tensor, target: Tensor, lengths: Tensor | None = None) -> Tensor:
+def ce_max_membrane(v: Tensor, target: Tensor, lengths: Lengths = None) -> Tensor:
     """Compute the cross-entropy of the highest potentials: `CE(max_t v[t], target)`.
 
     Source: Cramer et al., "The Heidelberg Spiking Data Sets for the Systematic Evaluation of
@@ -100,7 +98,7 @@ def mse_count(
     target: Tensor,
     correct_rate: float = 1.0,
     incorrect_rate: float = 0.0,
-    lengths: Tensor | None = None,
+    lengths: Lengths = None,
 ) -> Tensor:
     """Compute the squared error of spike counts, `1/T mean_{b,n} (sum_t s[t] - T r)^2`.
 
@@ -126,11 +124,7 @@ def mse_count(
 
 
 def mse_membrane(
-    v: Tensor,
-    target: Tensor,
-    correct: float = 1.0,
-    incorrect: float = 0.0,
-    lengths: Tensor | None = None,
+    v: Tensor, target: Tensor, correct: float = 1.0, incorrect: float = 0.0, lengths: Lengths = None
 ) -> Tensor:
     """Compute the squared error of potentials at all steps: `mean_{t,b,n} (v[t] - w)^2`.
 
@@ -149,11 +143,11 @@ def mse_membrane(
         TypeError, ValueError: wrong dtypes or shapes.
     """
     v, target = _checked(v, target)
-    errors = (v - _per_class(v, target, correct, incorrect)).square()
-    return readouts.mean(errors, lengths).mean()
+    errors = readouts.filled(v, lengths, 0) - _per_class(v, target, correct, incorrect)
+    return readouts.mean(errors.square(), lengths).mean()
 
 
-def ce_temporal(spikes: Tensor, target: Tensor, lengths: Tensor | None = None) -> Tensor:
+def ce_temporal(spikes: Tensor, target: Tensor, lengths: Lengths = None) -> Tensor:
     """Compute the cross-entropy of negative first spike times: `CE(-first_spike_time(s), target)`.
 
     The earliest neuron should be that of the target. See `first_spike_time` for the gradient and
@@ -179,7 +173,7 @@ def mse_temporal(
     target: Tensor,
     correct: float = 0.0,
     incorrect: float | None = None,
-    lengths: Tensor | None = None,
+    lengths: Lengths = None,
 ) -> Tensor:
     """Compute the squared error of first spike times over T: `mean_{b,n} ((t - w) / T)^2`.
 
@@ -203,7 +197,7 @@ def mse_temporal(
     return ((first_spike_time(spikes, lengths) - wanted) / steps).square().mean()
 
 
-def first_spike_time(spikes: Tensor, lengths: Tensor | None = None) -> Tensor:
+def first_spike_time(spikes: Tensor, lengths: Lengths = None) -> Tensor:
     """Return the step of each neuron's first spike, 0 to T - 1, or T where there is none.
 
     The time has no derivative. Backward passes -1 times its gradient to the first spike: more drive
@@ -241,7 +235,7 @@ class _FirstSpikeTime(torch.autograd.Function):
         return zeros.scatter_(0, step.unsqueeze(0), -grad.unsqueeze(0).to(ctx.dtype)), None
 
 
-def l1_activity(spikes: Tensor, lengths: Tensor | None = None) -> Tensor:
+def l1_activity(spikes: Tensor, lengths: Lengths = None) -> Tensor:
     """Compute the mean of non-negative spikes, `mean_{t,b,n} s`: their L1 norm, as a rate per step.
 
     The gradient is the same at each neuron and step, whether it fired or not. snnTorch's
@@ -257,7 +251,7 @@ def l1_activity(spikes: Tensor, lengths: Tensor | None = None) -> Tensor:
     return readouts.mean(spikes, lengths).mean()
 
 
-def l2_activity(spikes: Tensor, lengths: Tensor | None = None) -> Tensor:
+def l2_activity(spikes: Tensor, lengths: Lengths = None) -> Tensor:
     """Compute the mean squared rate, `mean_{b,n} (1/T sum_t s[t])^2`: busy neurons cost most.
 
     Source: as for `l1_activity`.
@@ -270,7 +264,7 @@ def l2_activity(spikes: Tensor, lengths: Tensor | None = None) -> Tensor:
 
 
 def rate_bounds(
-    spikes: Tensor, lower: float = 0.0, upper: float = 1.0, lengths: Tensor | None = None
+    spikes: Tensor, lower: float = 0.0, upper: float = 1.0, lengths: Lengths = None
 ) -> Tensor:
     """Penalize neurons that fire too little or too much:
     `mean_n max(0, lower - r_n)^2 + max(0, r_n - upper)^2`.

@@ -1,7 +1,4 @@
-"""Accuracies of spiking outputs `[T, B, N]`, with targets `[B]` of class indices.
-
-Of padded sequences, `lengths` `[B]` are the numbers of steps, integers from 1 to T.
-"""
+"""Accuracies of spiking outputs `[T, B, N]`, with targets `[B]` of class indices."""
 
 from __future__ import annotations
 
@@ -10,9 +7,10 @@ from torch import Tensor
 
 from spikefuse.nn import readouts
 from spikefuse.nn.losses import first_spike_time
+from spikefuse.nn.readouts import Lengths
 
 
-def accuracy_by_rate(spikes: Tensor, target: Tensor, lengths: Tensor | None = None) -> Tensor:
+def accuracy_by_rate(spikes: Tensor, target: Tensor, lengths: Lengths = None) -> Tensor:
     """Return the share of samples whose target fires most: `mean_b [argmax_n sum_t s = target]`.
 
     Of several neurons that fire as often, the first one counts.
@@ -32,9 +30,7 @@ def accuracy_by_rate(spikes: Tensor, target: Tensor, lengths: Tensor | None = No
     return (readouts.sum(spikes, lengths).argmax(-1) == target).float().mean()
 
 
-def accuracy_by_first_spike(
-    spikes: Tensor, target: Tensor, lengths: Tensor | None = None
-) -> Tensor:
+def accuracy_by_first_spike(spikes: Tensor, target: Tensor, lengths: Lengths = None) -> Tensor:
     """Return the share of samples whose target fires first: `mean_b [argmin_n t_n = target]`.
 
     Of several neurons that fire at the same step, the first one counts. A sample without a spike

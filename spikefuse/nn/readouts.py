@@ -1,7 +1,7 @@
 """Readouts of outputs `[T, B, ...]` over time, also of padded sequences.
 
 Of padded sequences, `lengths` `[B]` are the numbers of steps, integers from 1 to T. The steps that
-follow do not count, whatever their values.
+follow do not count, whatever their values. `valid_steps` says which lengths are errors.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from torch import Tensor
 from spikefuse.scan.checks import is_plain
 
 __all__ = ["last", "max", "mean", "sum", "valid_steps"]
+
+#: The steps of each sample, integers `[B]`; None for T.
+Lengths = Tensor | None
 
 
 def valid_steps(lengths: Tensor, num_steps: int) -> Tensor:
@@ -34,7 +37,7 @@ def valid_steps(lengths: Tensor, num_steps: int) -> Tensor:
     return torch.arange(num_steps, device=lengths.device).unsqueeze(1) < lengths
 
 
-def sum(x: Tensor, lengths: Tensor | None = None) -> Tensor:
+def sum(x: Tensor, lengths: Lengths = None) -> Tensor:
     """Return the sum over time, `sum_t x[t]`, such as the number of spikes.
 
     Args:
@@ -43,14 +46,11 @@ def sum(x: Tensor, lengths: Tensor | None = None) -> Tensor:
 
     Returns:
         `[B, ...]`, float32, or float64 for x in float64.
-
-    Raises:
-        TypeError, ValueError: wrong lengths.
     """
     return filled(x, lengths, 0).sum(0, dtype=precise(x))
 
 
-def mean(x: Tensor, lengths: Tensor | None = None) -> Tensor:
+def mean(x: Tensor, lengths: Lengths = None) -> Tensor:
     """Return the mean over time, `1/T sum_t x[t]`, such as the rate of spikes.
 
     Args:
@@ -59,14 +59,11 @@ def mean(x: Tensor, lengths: Tensor | None = None) -> Tensor:
 
     Returns:
         `[B, ...]`, float32, or float64 for x in float64.
-
-    Raises:
-        TypeError, ValueError: wrong lengths.
     """
     return sum(x, lengths) / steps_of(x, lengths)
 
 
-def max(x: Tensor, lengths: Tensor | None = None) -> Tensor:
+def max(x: Tensor, lengths: Lengths = None) -> Tensor:
     """Return the highest value over time, `max_t x[t]`.
 
     Args:
@@ -75,14 +72,11 @@ def max(x: Tensor, lengths: Tensor | None = None) -> Tensor:
 
     Returns:
         `[B, ...]`, of the dtype of x.
-
-    Raises:
-        TypeError, ValueError: wrong lengths.
     """
     return filled(x, lengths, -torch.inf).amax(0)
 
 
-def last(x: Tensor, lengths: Tensor | None = None) -> Tensor:
+def last(x: Tensor, lengths: Lengths = None) -> Tensor:
     """Return the value of the last step, `x[T - 1]`.
 
     Args:
@@ -91,29 +85,26 @@ def last(x: Tensor, lengths: Tensor | None = None) -> Tensor:
 
     Returns:
         `[B, ...]`, of the dtype of x.
-
-    Raises:
-        TypeError, ValueError: wrong lengths.
     """
     if lengths is None:
         return x[-1]
     samples = torch.arange(x.shape[1], device=x.device)
-    return x[_valid(x, lengths).sum(0) - 1, samples]
+    return x[valid(x, lengths).sum(0) - 1, samples]
 
 
-def steps_of(x: Tensor, lengths: Tensor | None) -> Tensor | int:
+def steps_of(x: Tensor, lengths: Lengths) -> Tensor | int:
     """Return T, or the lengths in a shape that broadcasts to `[B, ...]`."""
     if lengths is None:
         return len(x)
-    return _valid(x, lengths).sum(0).view(-1, *[1] * (x.ndim - 2))
+    return valid(x, lengths).sum(0).view(-1, *[1] * (x.ndim - 2))
 
 
-def filled(x: Tensor, lengths: Tensor | None, value: float) -> Tensor:
+def filled(x: Tensor, lengths: Lengths, value: float) -> Tensor:
     """Return x with a value in the place of the padding."""
     if lengths is None:
         return x
-    valid = _valid(x, lengths)
-    return torch.where(valid.view(*valid.shape, *[1] * (x.ndim - 2)), x, value)
+    mask = valid(x, lengths)
+    return torch.where(mask.view(*mask.shape, *[1] * (x.ndim - 2)), x, value)
 
 
 def precise(x: Tensor) -> torch.dtype:
@@ -121,7 +112,8 @@ def precise(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _valid(x: Tensor, lengths: Tensor) -> Tensor:
+def valid(x: Tensor, lengths: Tensor) -> Tensor:
+    """Return which steps of `x` are not padding, `[T, B]`, on its device."""
     if lengths.shape != x.shape[1:2]:
         raise ValueError(
             f"lengths has shape {list(lengths.shape)} for {list(x.shape)}: expected [B] for "

@@ -80,13 +80,17 @@ WITHOUT_TARGETS: dict[str, Callable[..., Tensor]] = {
 def test_losses_are_means_over_samples_of_their_own_steps(name: str) -> None:
     function = (CLASSES | WITHOUT_TARGETS)[name]
     arguments: tuple[Any, ...] = (TARGET,) if name in CLASSES else ()
+    x, y = outputs().requires_grad_(), outputs().requires_grad_()
     alone = [
-        function(outputs()[:length, [sample]], *(a[[sample]] for a in arguments))
+        function(y[:length, [sample]], *(a[[sample]] for a in arguments))
         for sample, length in SAMPLES
     ]
-    found = function(outputs(), *arguments, lengths=LENGTHS)
-    torch.testing.assert_close(found, torch.stack(alone).mean())
+    found, expected = function(x, *arguments, lengths=LENGTHS), torch.stack(alone).mean()
+    torch.testing.assert_close(found, expected)
     assert found > 0
+    if found.requires_grad:
+        (grad,), (by_hand,) = torch.autograd.grad(found, x), torch.autograd.grad(expected, y)
+        torch.testing.assert_close(grad, by_hand)
 
 
 def test_rate_bounds() -> None:
