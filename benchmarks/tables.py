@@ -108,6 +108,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "convert": ("convert", each(sections.converted), SCRIPT.format("convert")),
     "block": ("block", each(sections.block), BENCH),
     "recurrent": ("recurrent", each(sections.recurrent), SCRIPT.format("recurrent")),
+    "delays": ("delays", each(sections.recurrent), SCRIPT.format("delays")),
     "ddp": ("ddp*", each(training_sections.ddp), TORCHRUN.format(2, "parallel data")),
     "time-sharding": (
         "time_sharding",

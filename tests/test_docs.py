@@ -191,11 +191,11 @@ PUBLIC = {
     for name in module.__all__
     if not isinstance(getattr(module, name), ModuleType | str)
 } | {f"spikefuse.testing.{name}": getattr(testing, name) for name in testing.__all__}
-# Functions and classes; those of a partial for a partial.
+# Functions and classes; for several models, the function that builds them.
 CALLABLES = {
     name: value
     for name, public in PUBLIC.items()
-    for value in [getattr(public, "func", public)]
+    for value in [inspect.unwrap(public) if callable(public) else public]
     if inspect.isroutine(value) or inspect.isclass(value)
 }
 
@@ -290,7 +290,7 @@ def in_reference() -> list[Any]:
     """What the pages of the reference show, by `::: name`."""
     names = re.findall(r"^::: spikefuse\.(\S+)", reference(), re.M)
     assert len(names) == len(set(names))
-    return [shown(name) for name in names]
+    return [inspect.unwrap(shown(name)) for name in names]
 
 
 def shown(name: str) -> Any:

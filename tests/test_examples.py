@@ -78,6 +78,13 @@ def test_event_camera() -> None:
     assert program("event_camera").main(epochs=4) > 0.7
 
 
+def test_online_adaptation() -> None:
+    trained, drifted, adapted = program("online_adaptation").main(steps=40, adaptation=400)
+    assert trained < 0.3
+    assert drifted > 0.8
+    assert adapted < 0.6
+
+
 def test_streaming() -> None:
     right, mean_steps = program("streaming").main(steps=100, sure=0.9, count=50)
     assert right > 0.7

@@ -51,7 +51,8 @@ def test_pyright() -> None:
     assert errors("pyright", *python, TYPED / "good.py", TYPED / "bad.py") == expected()
 
 
-SHOWN = ("LIF", "ALIF", "PLIF", "IF", "Temporal", "Recurrent", "fuse", "convert", "load", "to_nir")
+SHOWN = ["LIF", "ALIF", "PLIF", "IF", "Temporal", "Recurrent", "fuse", "convert", "load", "to_nir"]
+SHOWN += ["models.resnet18", "models.vggsnn", "models.sdt_v2_31m"]
 
 
 @pytest.mark.parametrize("name", SHOWN)

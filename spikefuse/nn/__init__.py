@@ -12,6 +12,7 @@ from spikefuse.nn.checkpoint import checkpoint
 from spikefuse.nn.delay import Delay, DelayedLinear
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.loop import Loop
+from spikefuse.nn.online import Online
 from spikefuse.nn.over_time import PSN, OverTime, StepScale
 from spikefuse.nn.parameter_groups import parameter_groups
 from spikefuse.nn.pool import MaxPool2d
@@ -31,6 +32,7 @@ __all__ = [
     "Feedback",
     "Loop",
     "MaxPool2d",
+    "Online",
     "OverTime",
     "Recurrent",
     "StepScale",

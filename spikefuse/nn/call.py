@@ -109,7 +109,9 @@ class TemporalCall:
         """
         if arguments.states is not None or wanted.final:
             raise ValueError("inside Temporal, pass state= and return_state= to the container")
-        steps, name = self.num_steps, self.name_of(neuron)
+        steps, name = self.num_steps, self.names[id(neuron)]
+        if name in self.finals:
+            self.name_of(neuron)  # raises the error
         inputs = []
         for x in arguments.inputs:
             if x.ndim == 0 or x.shape[0] % steps:

@@ -80,7 +80,7 @@ class Feedback(nn.Module):
     ) -> Any:
         names = () if outputs is None else checked_names(outputs)
         wanted = Wanted(return_state, outputs=names, impl=impl)
-        return call_neuron(self.neuron, self._scan, Arguments((x,), state), wanted)
+        return call_neuron(self.neuron, self.scan, Arguments((x,), state), wanted)
 
     def receive(self, x: Tensor, spikes: Tensor) -> Tensor:
         """Return what the neurons receive in one step, of the shape of `x`."""
@@ -98,8 +98,12 @@ class Feedback(nn.Module):
             )
         return x + sent
 
-    def _scan(self, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
-        neuron, (x,), state = self.neuron, arguments.inputs, arguments.states
+    def scan(
+        self, arguments: Arguments[Tensor], wanted: Wanted, neuron: Neuron | None = None
+    ) -> Results[Tensor]:
+        """Run the layer, perhaps with another neuron."""
+        neuron = neuron or self.neuron
+        (x,), state = arguments.inputs, arguments.states
         if arguments.passing is not None:
             raise ValueError(NO_SHARDS)
         backend = backend_of(arguments.inputs, wanted.impl)

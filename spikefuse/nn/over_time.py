@@ -27,6 +27,11 @@ class OnSequences(nn.Module):
 
     history: int | None = None
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The names of the states, tensors `[B, ...]`; none for a layer that carries no state."""
+        return () if self.history is None else ("history",)
+
     def over_time(self, *inputs: Tensor) -> Any:
         """Return the result `[T, B, ...]`, or a tuple, for inputs `[T, B, ...]`, which begin with
         the steps of the history, `[history + T, B, ...]`, if there is one."""
@@ -37,15 +42,20 @@ class OnSequences(nn.Module):
         call = active.call
         if call is None:
             return self._over_time(inputs, None)
-        if call.passing is not None or (call.has_states and self.history is None):
+        if call.passing is not None:
+            raise ValueError(
+                f"{type(self).__name__} needs all time steps in one process: use data parallelism"
+            )
+        if call.has_states and not self.state_names:
             raise ValueError(
                 f"{type(self).__name__} needs the whole sequence in one call, without state= and "
-                "return_state=True, outside of Stream, and with time that is not shared"
+                "return_state=True, and outside of Stream"
             )
         y = self._over_time([unflatten_steps(x, call.num_steps) for x in inputs], call)
         return tuple(map(flatten_steps, y)) if isinstance(y, tuple) else flatten_steps(y)
 
     def _over_time(self, inputs: Sequence[Tensor], call: TemporalCall | None) -> Any:
+        """Return the result for inputs `[T, B, ...]`, with states from `call` and to it."""
         steps = inputs[0].shape[:2]
         if self.history is not None:
             if len(inputs) > 1:
@@ -97,7 +107,8 @@ class OverTime(OnSequences):
 
     Args:
         body: a module or a function from tensors `[T, B, ...]` to a tensor `[T, B, ...]`. It
-            contains no neurons, which belong before or after it. It may return a tuple of tensors.
+            contains no neurons and no other layers over time, which belong before or after it. It
+            may return a tuple of tensors.
         history: of a causal body, how many steps before a step its result depends on. It then gets
             one input, `[history + T, B, ...]`, which begins with those steps, and returns the last
             T. They are 0 before the first step, and `Temporal` and `Stream` carry them as a state
@@ -113,17 +124,21 @@ class OverTime(OnSequences):
 
     Raises:
         TypeError: `body` cannot be called, or returns something else than a tensor.
-        ValueError: `body` contains a neuron, or returns another number of steps; without a
+        ValueError: `body` contains such a layer, or returns another number of steps; without a
             `history`, the network gets the sequence in parts (`Stream`, `state=`,
-            `return_state=True`); its time is shared.
+            `return_state=True`); the time of the network is shared.
     """
 
     def __init__(self, body: Callable[..., Tensor], history: int | None = None) -> None:
         super().__init__()
         if not callable(body) or isinstance(body, type):
             raise TypeError(f"body is {body!r}: expected a module or a function")
-        if isinstance(body, nn.Module) and any(isinstance(m, Neuron) for m in body.modules()):
-            raise ValueError("body contains a neuron: let it follow OverTime, inside Temporal")
+        inside = body.modules() if isinstance(body, nn.Module) else ()
+        if any(isinstance(m, Neuron | OnSequences) for m in inside):
+            raise ValueError(
+                "body contains a neuron, or a layer over time: let it follow OverTime, inside "
+                "Temporal"
+            )
         if history is not None and history < 0:
             raise ValueError(f"history is {history}: expected a number of steps, or None")
         self.body, self.history = body, history

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -101,10 +101,10 @@ class Temporal(nn.Module):
             samples for a network that begins with an `EventLinear`. Other objects are passed on as
             they are. With time sharding, exactly one argument is a tensor.
         state: the state that an earlier call returned, or None to start from rest.
-        return_state: also return the final state, a dict from the name of each neuron, and of each
-            layer with a history (`OverTime`), in `named_modules()`, such as "net.1", to its tuple
-            of states; passed as `state=` to the next call, it continues the sequence. A layer that
-            was not called has the state that it began with, at rest an empty tuple.
+        return_state: also return the final state, a dict from the name of each neuron, delay, loop
+            and layer with a history in `named_modules()`, such as "net.1", to its tuple of states;
+            passed as `state=` to the next call, it continues the sequence. A layer that was not
+            called has the state that it began with, at rest an empty tuple.
         impl: how neurons are computed; see `Neuron`.
 
     Returns:
@@ -328,9 +328,9 @@ def _swap_dims(x: Tensor) -> Tensor:
     return x.transpose(0, 1)
 
 
-def layers_with_states(net: nn.Module, one_step: bool = False) -> dict[str, nn.Module]:
-    """The neurons in `net`, and the layers with a history, by their qualified name in a `Temporal`
-    of it, such as "net.1".
+def layers_with_states(net: nn.Module, one_step: bool = False) -> dict[str, Neuron | OnSequences]:
+    """The neurons in `net`, and other layers that carry a state, by their qualified name in a
+    `Temporal` of it, such as "net.1".
 
     Args:
         one_step: whether `net` runs a single step, where batch norms cannot take statistics.
@@ -340,9 +340,9 @@ def layers_with_states(net: nn.Module, one_step: bool = False) -> dict[str, nn.M
         ValueError: a layer of attention reads dim 0 as a sequence, or, with `one_step`, a batch
             norm takes its statistics from its input.
     """
-    layers: dict[str, nn.Module] = {}
+    layers: dict[str, Neuron | OnSequences] = {}
     for name, module in net.named_modules(prefix="net"):
-        if isinstance(module, Neuron) or _has_history(module):
+        if isinstance(module, Neuron) or (isinstance(module, OnSequences) and module.state_names):
             layers[name] = module
         elif isinstance(module, SEQUENTIAL):
             _refuse_sequential(name, module)
@@ -352,10 +352,6 @@ def layers_with_states(net: nn.Module, one_step: bool = False) -> dict[str, nn.M
                 "net.eval(), and set track_running_stats=True"
             )
     return layers
-
-
-def _has_history(module: nn.Module) -> bool:
-    return isinstance(module, OnSequences) and module.history is not None
 
 
 def _refuse_sequential(name: str, layer: nn.Module) -> None:
@@ -395,7 +391,7 @@ def _refuse_in_sequential(name: str, module: nn.Module) -> None:
             _refuse_in_sequential(f"{name}.{key}", child)
 
 
-def check_state(state: dict[str, States], layers: dict[str, nn.Module]) -> None:
+def check_state(state: dict[str, States], layers: Mapping[str, nn.Module]) -> None:
     """Refuse states that are not those of all `layers`."""
     if not isinstance(state, dict):
         raise TypeError(

@@ -127,7 +127,7 @@ class ExportedStep(nn.Module):
         self._states: dict[str, list[str]] = {}
         for name, layer in layers_with_states(net.net).items():
             is_fed_back = any(layer is other for other in fed_back)
-            own = layer.states if isinstance(layer, Neuron) else ["history"]
+            own = layer.states if isinstance(layer, Neuron) else layer.state_names
             self._states[name] = [*own, *(["spikes"] if is_fed_back else [])]
         self.state_names = tuple(f"{n}.{s}" for n, names in self._states.items() for s in names)
         self.input_names = ("x", *self.state_names)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from spikefuse import hdf5
+from spikefuse import isolated
 from spikefuse.neurons import IF, LI, LIF, CubaLIF
 from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.surrogate import Sigmoid, Surrogate
@@ -92,10 +92,10 @@ def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx
 
 
 def _graph_in(path: str | os.PathLike[str]) -> Any:
-    reader = Path(__file__).with_name("nir_file.py")
+    program = Path(__file__).with_name("nir_file.py")
     content: dict[str, Any] = {}
     try:
-        names, *arrays = hdf5.arrays(reader, path)
+        names, *arrays = isolated.arrays(program, "h5py", path)
         for name, array in zip(names.tolist(), arrays, strict=True):
             *groups, key = name.split("/")
             group = content

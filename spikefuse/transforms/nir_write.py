@@ -301,7 +301,7 @@ class _Writer:
         node = neuron_node(self.nir, module.neuron, self.dt, shape)
         spikes = self.add(f"{name}.lif", node, sources)
         if isinstance(module, Recurrent):
-            weight = torch.block_diag(*module._effective_weight((module.weight,)))
+            weight = torch.block_diag(*module.effective_weight((module.weight,)))
             sent = self.add(f"{name}.w_rec", _matrix(self.nir, weight, module.bias), spikes)
         else:
             body = _traced(module.body)

@@ -16,13 +16,14 @@ from benchmarks import events, neurons, parallel, record, reproduce
 from benchmarks.events import DENSE, EVENTS
 from benchmarks.layers import LOOP, OURS
 from spikefuse.train.recipe import RECIPES
-from tests.processes import finish, torchrun
+from tests.processes import together
 
 QUICK = ("--quick", "--device", "cpu")
 SCRIPTS = (
     "neurons steps --dtype float32 --T 2",
     "neurons --groups lif inference layout zoo --dtype bfloat16",
     "recurrent",
+    "from_ann",
     "delays",
     "open_neuromorphic",
     "cpu",
@@ -74,7 +75,7 @@ def test_scripts_of_processes(tmp_path: Path) -> None:
     for command in SHARED:
         name, what, *options = command.split()
         options += [*QUICK, "--rounds", "1", "--out", str(tmp_path / what)]
-        finish(torchrun(2, "-m", f"benchmarks.{name}", what, *options, folder=record.ROOT), 300)
+        together(2, importlib.import_module(f"benchmarks.{name}").main, [what, *options])
         found[what] = check(tmp_path / what)
     layers = [row for row in found["time"] if row["what"] == "layer"]
     networks = [row for row in found["time"] if row["what"] == "network"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
-from spikefuse import hdf5
+from spikefuse import isolated
 from spikefuse.nn import Feedback
 from spikefuse.transforms.nir_layers import Scale
 from tests.transforms.nir_simulation import simulate
@@ -324,7 +324,7 @@ def path(tmp_path: Path) -> Path:
 def test_a_file_at_which_the_hdf5_library_never_ends(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hdf5, "SECONDS", 0.5)
+    monkeypatch.setattr(isolated, "SECONDS", 0.5)
     content = bytearray(path.read_bytes())
     content[content.index(b"GCOL") + 25] = 8  # in the size of a string
     path.write_bytes(content)

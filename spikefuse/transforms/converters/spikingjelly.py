@@ -429,7 +429,7 @@ REFUSED = {
         "it is a neuron or layer with a state of its own, written for SpikingJelly: write it for "
         "spikefuse, see docs/write-a-neuron.md",
     ),
-    "Delay": "see docs/how-to/delays.md for delays",
+    "Delay": "use sf.Delay(1, max_delay), see docs/how-to/delays.md",
     **dict.fromkeys(
         ("TLastMultiStepContainer", "TLastSeqToANNContainer"),
         "its time runs along the last dim: use the container with time first",
