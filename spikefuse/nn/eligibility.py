@@ -9,7 +9,6 @@ earlier steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -74,16 +73,19 @@ class Source(NamedTuple):
         """Return the trace after some steps, given that before, which is empty at rest."""
         found: Trace = []
         for k, (inputs, states, is_uniform) in enumerate(flow):
-            terms, by_input = [], derivatives.inputs[k][self.place]
-            if by_input is not None and self.place in inputs:
-                rows = self._by_neuron(by_input, len(self.values), is_uniform)
-                terms.append(torch.einsum("trn,tri->rni", rows, self.values.flatten(2)))
+            total: Tensor | None = None
             for i in states if trace else ():
                 before, by_state = trace[i], derivatives.states[k][i]
                 if before is not None and by_state is not None:
-                    rows = self._by_neuron(by_state, 1, is_uniform)[0]
-                    terms.append(rows[..., None] * before)
-            found.append(reduce(Tensor.add_, terms) if terms else None)
+                    rows = self._by_neuron(by_state, 1, is_uniform)[0, ..., None]
+                    # In place, since a trace may be the largest tensor.
+                    total = rows * before if total is None else total.addcmul_(rows, before)
+            by_input = derivatives.inputs[k][self.place]
+            if by_input is not None and self.place in inputs:
+                rows = self._by_neuron(by_input, len(self.values), is_uniform).permute(1, 2, 0)
+                values = self.values.flatten(2).transpose(0, 1)
+                total = rows @ values if total is None else total.baddbmm_(rows, values)
+            found.append(total)
         return found
 
     def _by_neuron(self, x: Tensor, num_steps: int, is_uniform: bool) -> Tensor:
