@@ -64,13 +64,14 @@ ZOO = {
     "IntegerLIF": lambda c, reset, **kw: sf.IntegerLIF(0.7, 0.4, 3, **kw),
     "TwoCompartmentLIF": lambda c, **kw: sf.TwoCompartmentLIF(0.4, 0.6, channels=c, **kw),
     "SlidingPSN": lambda c, reset, **kw: sf.SlidingPSN(3),
+    "RateIF": lambda c, reset, **kw: sf.RateIF(torch.linspace(0.4, 0.9, c), shift=0.05),
     "LI": lambda c, **kw: sf.LI(sf.LearnableFraction(0.8, c)),
     "LI-decay-input": lambda c, **kw: sf.LI(0.8, decay_input=True),
 }
 DEFINITIONS = CORE | ZOO
 # Models with one reset, or none.
 RESETS_OF = dict.fromkeys(("CLIF", "GatedLIF", "IntegerLIF"), ("own", "own-detached"))
-RESETS_OF |= dict.fromkeys(("SlidingPSN", "LI", "LI-decay-input"), ("none",))
+RESETS_OF |= dict.fromkeys(("SlidingPSN", "RateIF", "LI", "LI-decay-input"), ("none",))
 # Models with operations that are not rounded correctly everywhere.
 SMOOTH = ("EIF", "CLIF")
 

@@ -126,6 +126,12 @@ def test_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_stdp_digits(tmp_path: Path) -> None:
+    plot = tmp_path / "fields.png"
+    assert program("stdp_digits").main(neurons=40, epochs=1, num_steps=20, plot=str(plot)) > 0.5
+    assert plot.stat().st_size > 1000
+
+
 def test_several_gpus() -> None:
     output = finish(torchrun(2, EXAMPLES / "several_gpus.py", "--epochs", "1"))
     (accuracy,) = re.findall(r"accuracy (\S+) with 2 processes", output)

@@ -17,6 +17,7 @@ from spikefuse.nn.neuron import (
     refuse_class,
     scan_neuron,
 )
+from spikefuse.nn.over_time import OnSequences
 from spikefuse.nn.recurrent import NO_SHARDS
 from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.records import Arguments, Results, Wanted
@@ -58,8 +59,11 @@ class Feedback(nn.Module):
     def __init__(self, body: nn.Module, neuron: Neuron) -> None:
         super().__init__()
         check_module("body", body)
-        if any(isinstance(module, Neuron) for module in body.modules()):
-            raise ValueError("body contains a neuron, whose state would be lost after each step")
+        if any(isinstance(module, Neuron | OnSequences) for module in body.modules()):
+            raise ValueError(
+                "body contains a neuron, or a layer of several time steps, whose state would be "
+                "lost after each step: use sf.Loop"
+            )
         refuse_class("neuron", neuron)
         if not isinstance(neuron, Neuron) or len(type(neuron).input_names) != 1:
             raise TypeError(f"neuron is {neuron!r}: expected an instance of a neuron of one input")

@@ -90,6 +90,8 @@ def test_all_have_the_potential_before_the_reset(name: str) -> None:
     spikes, h = neuron(x, outputs=("spikes", "h"), impl="reference")
     if name.startswith("LI-") or name == "LI":
         assert torch.equal(h, spikes)
+    elif name == "RateIF":
+        assert ((spikes > 0) == (h >= 1)).all()
     elif name == "SlidingPSN":
         assert torch.equal(spikes, (h >= 0).float())
     else:
