@@ -191,7 +191,7 @@ class Learning(Observer):
             for source in sources:
                 if source.convolution is not None and not all(f.is_uniform for f in flow):
                     raise ValueError(_NO_CONVOLUTION.format(name, self.rule))
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(received[0].device.type, enabled=False):
                 pairs = [(s, before[i] if before else []) for i, s in enumerate(sources)]
                 self.traces_after[name] = [s.updated(e, found, flow) for s, e in pairs]
         outputs = [*map(self._hide, results.outputs)]
