@@ -95,7 +95,8 @@ class RecurrentTritonEmitter(emit_triton.TritonEmitter):
 
     title = "recurrent {}, forward and backward over all time steps"
     shape, offset = "[BLOCK_B, BLOCK_N]", "at"
-    channel_value = "tl.load({}_ptr + neuron, mask=inside, other=0.0)[None, :]"
+    # Neurons beyond the last one get 1: a division by 0 would reach the others through products.
+    channel_value = "tl.load({}_ptr + neuron, mask=inside, other=1.0)[None, :]"
 
     def functions(self) -> dict[str, Graph]:
         return {"step": self.step.graph, "reverse": self.reverse}
