@@ -68,6 +68,7 @@ if _TYPE_CHECKING:
     from spikefuse.transforms.nir_read import from_nir
     from spikefuse.transforms.nir_write import to_nir
     from spikefuse.transforms.spiking import spiking
+    from spikefuse.transforms.unroll import unroll_integer_spikes
 
 __version__ = "0.2.0.dev0"
 
@@ -128,6 +129,7 @@ __all__ = [
     "surrogate",
     "to_nir",
     "train",
+    "unroll_integer_spikes",
 ]
 
 
@@ -145,6 +147,7 @@ _FUNCTIONS = {
     "source": "inspect.source",
     "spiking": "transforms.spiking",
     "to_nir": "transforms.nir_write",
+    "unroll_integer_spikes": "transforms.unroll",
 }
 
 
