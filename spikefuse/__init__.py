@@ -37,6 +37,7 @@ from spikefuse.neurons import (
     LearnablePositive,
     LearnableTimeConstant,
     Neuron,
+    RateIF,
     RefractoryLIF,
     SEAdLIF,
     ShortTermPlasticity,
@@ -50,9 +51,13 @@ from spikefuse.neurons import (
 )
 from spikefuse.nn import (
     PSN,
+    Delay,
+    DelayedLinear,
     Loop,
+    Online,
     OverTime,
     Recurrent,
+    StepScale,
     Stream,
     Temporal,
     checkpoint,
@@ -66,9 +71,11 @@ if _TYPE_CHECKING:
     from spikefuse.inspect.record import record
     from spikefuse.inspect.report import report
     from spikefuse.inspect.source import source
+    from spikefuse.nn import plasticity
     from spikefuse.train.predict import load
     from spikefuse.transforms.convert import convert
     from spikefuse.transforms.export import exportable
+    from spikefuse.transforms.from_ann import from_ann
     from spikefuse.transforms.graph_step import graph_step
     from spikefuse.transforms.nir_read import from_nir
     from spikefuse.transforms.nir_write import to_nir
@@ -94,6 +101,8 @@ __all__ = [
     "AlphaLIF",
     "CSiLIF",
     "CubaLIF",
+    "Delay",
+    "DelayedLinear",
     "DelayedResetLIF",
     "GatedLIF",
     "IntegerLIF",
@@ -104,13 +113,16 @@ __all__ = [
     "LearnableTimeConstant",
     "Loop",
     "Neuron",
+    "Online",
     "OverTime",
+    "RateIF",
     "Recurrent",
     "RefractoryLIF",
     "SEAdLIF",
     "ShortTermPlasticity",
     "SlidingPSN",
     "State",
+    "StepScale",
     "StochasticLIF",
     "Stream",
     "Temporal",
@@ -125,12 +137,14 @@ __all__ = [
     "distributed",
     "explain",
     "exportable",
+    "from_ann",
     "from_nir",
     "fuse",
     "graph_step",
     "load",
     "memory",
     "models",
+    "plasticity",
     "plots",
     "record",
     "report",
@@ -144,11 +158,18 @@ __all__ = [
 
 
 # What most programs do not need, and the modules that have it.
-_MODULES = {"data": "data", "models": "models", "plots": "inspect.plots", "train": "train"}
+_MODULES = {
+    "data": "data",
+    "models": "models",
+    "plasticity": "nn.plasticity",
+    "plots": "inspect.plots",
+    "train": "train",
+}
 _FUNCTIONS = {
     "convert": "transforms.convert",
     "explain": "inspect.explain",
     "exportable": "transforms.export",
+    "from_ann": "transforms.from_ann",
     "from_nir": "transforms.nir_read",
     "graph_step": "transforms.graph_step",
     "load": "train.predict",

@@ -74,6 +74,7 @@ ZOO = {
     "IntegerLIF": lambda c, reset, **kw: sf.IntegerLIF(0.7, 0.4, 3, **kw),
     "TwoCompartmentLIF": lambda c, **kw: sf.TwoCompartmentLIF(0.4, 0.6, channels=c, **kw),
     "SlidingPSN": lambda c, reset, **kw: sf.SlidingPSN(3),
+    "RateIF": lambda c, reset, **kw: sf.RateIF(torch.linspace(0.4, 0.9, c), shift=0.05),
     "ShortTermPlasticity": lambda c, **kw: sf.ShortTermPlasticity(
         torch.nn.Parameter(torch.linspace(0.2, 0.5, c)), 0.9, 0.8
     ),
@@ -83,7 +84,9 @@ ZOO = {
 DEFINITIONS = CORE | ZOO
 # Models with one reset, or none.
 RESETS_OF = dict.fromkeys(("CLIF", "GatedLIF", "IntegerLIF"), ("own", "own-detached"))
-RESETS_OF |= dict.fromkeys(("SlidingPSN", "ShortTermPlasticity", "LI", "LI-decay-input"), ("none",))
+RESETS_OF |= dict.fromkeys(
+    ("SlidingPSN", "RateIF", "ShortTermPlasticity", "LI", "LI-decay-input"), ("none",)
+)
 # Their reset is that of a base class, which others test.
 RESETS_OF |= dict.fromkeys(("AdEx", "BRF", "CSiLIF", "StochasticLIF"), ("own",))
 # Models with operations that are not rounded correctly everywhere.

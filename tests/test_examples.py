@@ -78,6 +78,13 @@ def test_event_camera() -> None:
     assert program("event_camera").main(epochs=4) > 0.7
 
 
+def test_online_adaptation() -> None:
+    trained, drifted, adapted = program("online_adaptation").main(steps=40, adaptation=400)
+    assert trained < 0.3
+    assert drifted > 0.8
+    assert adapted < 0.6
+
+
 def test_streaming() -> None:
     right, mean_steps = program("streaming").main(steps=100, sure=0.9, count=50)
     assert right > 0.7
@@ -117,6 +124,12 @@ def test_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(
         1e-5 <= row["lr"] <= 1e-2 and 0.25 <= row["decay"] <= 0.5 for row in example.drawn(9)
     )
+
+
+def test_stdp_digits(tmp_path: Path) -> None:
+    plot = tmp_path / "fields.png"
+    assert program("stdp_digits").main(neurons=40, epochs=1, num_steps=20, plot=str(plot)) > 0.5
+    assert plot.stat().st_size > 1000
 
 
 def test_several_gpus() -> None:

@@ -73,7 +73,8 @@ for j in tl.static_range(WEIGHTS):
 # L2 cache.
 SEND = """\
 if REGISTERS:
-    sent = {s}.to({s}_ptr.dtype.element_ty).to(tl.float32)
+    # Lanes without a neuron may hold NaN, such as 0 / 0, which a product with 0 would spread.
+    sent = tl.where(live, {s}, 0.0).to({s}_ptr.dtype.element_ty).to(tl.float32)
 else:
     previous = {s}_ptr + t * size
     tl.debug_barrier()
@@ -95,8 +96,7 @@ class RecurrentTritonEmitter(emit_triton.TritonEmitter):
 
     title = "recurrent {}, forward and backward over all time steps"
     shape, offset = "[BLOCK_B, BLOCK_N]", "at"
-    # Neurons beyond the last one get 1: a division by 0 would reach the others through products.
-    channel_value = "tl.load({}_ptr + neuron, mask=inside, other=1.0)[None, :]"
+    channel_value = "tl.load({}_ptr + neuron, mask=inside, other=0.0)[None, :]"
 
     def functions(self) -> dict[str, Graph]:
         return {"step": self.step.graph, "reverse": self.reverse}

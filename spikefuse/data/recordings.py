@@ -13,11 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from spikefuse.data.files import DataError, damaged
+from spikefuse.data.files import DataError, damaged, free_memory
 from spikefuse.data.sound import Sound
 
 # Microseconds, about 12 days: longer than any recording.
 TIME_LIMIT = 2**40
+
+# Of memory, that computing frames takes for each event.
+BYTES_PER_EVENT = 64
 
 # Coordinates x, y, polarity p and time t of events, each `[E]`.
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -75,6 +78,25 @@ class Recording:
             return self.x.astype(np.int64)
         _, height, width = self.size
         return (self.p.astype(np.int64) * height + self.y) * width + self.x
+
+
+def check_memory(path: Path, num_events: int, free: int | None = None) -> None:
+    """Refuse a recording with more events than fit into memory.
+
+    Args:
+        path: of the recording, for the error message.
+        num_events: that have been found.
+        free: bytes of memory that are free; None to ask the system.
+
+    Raises:
+        DataError: computing frames of so many events takes more.
+    """
+    free, needed = free_memory() if free is None else free, num_events * BYTES_PER_EVENT
+    if needed > free:
+        raise DataError(
+            f"{path} has at least {num_events:,} events, whose frames take {needed >> 20:,} MiB of "
+            f"memory, and {free >> 20:,} MiB are free: cut it into shorter recordings"
+        )
 
 
 def check_sites(columns: Columns, size: tuple[int, ...], path: Path) -> None:

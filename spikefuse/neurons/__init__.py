@@ -26,6 +26,7 @@ from spikefuse.neurons.li import LI
 from spikefuse.neurons.lif import LIF, decay_from_tau
 from spikefuse.neurons.plif import PLIF
 from spikefuse.neurons.qif import QIF
+from spikefuse.neurons.rate_if import RateIF
 from spikefuse.neurons.refractory_lif import RefractoryLIF
 from spikefuse.neurons.se_ad_lif import SEAdLIF
 from spikefuse.neurons.short_term_plasticity import ShortTermPlasticity
@@ -47,6 +48,7 @@ __all__ = [  # noqa: RUF022
     "SEAdLIF",
     "CubaLIF",
     "AlphaLIF",
+    "RateIF",
     "RefractoryLIF",
     "DelayedResetLIF",
     "KLIF",

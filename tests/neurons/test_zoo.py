@@ -93,6 +93,8 @@ def test_all_have_the_potential_before_the_reset(name: str) -> None:
         assert torch.equal(h, spikes)
     elif name == "StochasticLIF":
         assert spikes.unique().tolist() == [0, 1]
+    elif name == "RateIF":
+        assert ((spikes > 0) == (h >= 1)).all()
     elif name == "SlidingPSN":
         assert torch.equal(spikes, (h >= 0).float())
     else:

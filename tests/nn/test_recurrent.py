@@ -26,7 +26,7 @@ from tests.nn.recurrent_layers import (
 )
 
 # Neurons whose output is not on the grid.
-GRADED = ("LI", "LI-decay-input")
+GRADED = ("LI", "LI-decay-input", "RateIF")
 
 
 def cases():
@@ -59,6 +59,30 @@ def test_equals_the_reference(name, reset, dtype, backends):
         if dtype == torch.float32:
             check_gradients(made, inputs, state, impl)
             check_gradients(made, inputs, None, impl)
+
+
+class Divided(sf.Neuron):
+    """Divides by a value of each neuron."""
+
+    v = sf.State()
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.full((20,), 0.5)
+
+    def step(self, x, v):
+        h = 0.5 * v + x / self.scale
+        s = sf.surrogate.Sigmoid()(h - 1)
+        return s, (h - s,)
+
+
+def test_lanes_without_a_neuron_may_be_nan(backends):
+    """Blocks of 32 lanes have 12 in which the division is 0 / 0."""
+    made = layer(Divided().to(backends.device), 20, backends.device)
+    inputs = inputs_of(made.neuron, (4, 3, 20), torch.float32, backends.device)
+    for impl in backends.impls:
+        check_steps(made, inputs, None, impl)
+        check_gradients(made, inputs, None, impl)
 
 
 @pytest.mark.parametrize("heads", [1, 2])

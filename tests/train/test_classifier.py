@@ -55,6 +55,7 @@ def events(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return name
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_run_on_event_data(spikefuse: Spikefuse, tmp_path: Path, events: str) -> None:
     options = "--model mlp -T 5 --epochs 8 --batch-size 20 --device cpu --lr 0.01"
     assert (
