@@ -100,7 +100,7 @@ class Source(NamedTuple):
         """Return functions of the parameters and their gradients, given those of the states before
         some steps."""
         functions, found = [], []
-        for e, grad in zip(trace, grads, strict=True):
+        for e, grad in zip(trace, grads, strict=False):  # a trace is empty at rest
             if e is None or grad is None:
                 continue
             if self.matrix is None:
@@ -148,9 +148,10 @@ class Layers:
         self.calls.append((output, version(output), module, args[0].detach()))
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and forget the calls."""
         for handle in self._handles:
             handle.remove()
+        self.calls.clear()
 
     def sources(self, place: int, x: Tensor) -> list[Source]:
         """The sources of an input `[T, B, ...]` that is what one of the layers returned; empty for
