@@ -9,7 +9,6 @@ earlier steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -68,28 +67,31 @@ class Source(NamedTuple):
     place: int
     values: Tensor
     matrix: Tensor | None
-    convolution: nn.Module | None = None
+    convolution: Any = None
 
     def updated(self, trace: Trace, derivatives: Derivatives, flow: Sequence[StateFlow]) -> Trace:
         """Return the trace after some steps, given that before, which is empty at rest."""
         found: Trace = []
         for k, (inputs, states, is_uniform) in enumerate(flow):
-            terms, by_input = [], derivatives.inputs[k][self.place]
-            if by_input is not None and self.place in inputs:
-                rows = self._by_neuron(by_input, len(self.values), is_uniform)
-                terms.append(torch.einsum("trn,tri->rni", rows, self.values.flatten(2)))
+            total: Tensor | None = None
             for i in states if trace else ():
                 before, by_state = trace[i], derivatives.states[k][i]
                 if before is not None and by_state is not None:
-                    rows = self._by_neuron(by_state, 1, is_uniform)[0]
-                    terms.append(rows[..., None] * before)
-            found.append(reduce(Tensor.add_, terms) if terms else None)
+                    rows = self._by_neuron(by_state, 1, is_uniform)[0, ..., None]
+                    # In place, since a trace may be the largest tensor.
+                    total = rows * before if total is None else total.addcmul_(rows, before)
+            by_input = derivatives.inputs[k][self.place]
+            if by_input is not None and self.place in inputs:
+                rows = self._by_neuron(by_input, len(self.values), is_uniform).permute(1, 2, 0)
+                values = self.values.flatten(2).transpose(0, 1).to(rows.dtype)
+                total = rows @ values if total is None else total.baddbmm_(rows, values)
+            found.append(total)
         return found
 
     def _by_neuron(self, x: Tensor, num_steps: int, is_uniform: bool) -> Tensor:
         """`[T, R, N]`, or `[T, R, 1]` for derivatives that are the same for all neurons."""
-        rows = self.values.shape[1]
-        x = x.reshape(num_steps, rows, -1).to(self.values.dtype)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        x = x.reshape(num_steps, self.values.shape[1], -1).to(dtype)
         return x[..., :1] if is_uniform else x
 
     def contributions(
@@ -98,22 +100,22 @@ class Source(NamedTuple):
         """Return functions of the parameters and their gradients, given those of the states before
         some steps."""
         functions, found = [], []
-        for e, grad in zip(trace, grads, strict=True):
+        for e, grad in zip(trace, grads, strict=False):  # a trace is empty at rest
             if e is None or grad is None:
                 continue
             if self.matrix is None:
                 assert self.convolution is not None
-                step = e.view(self.values.shape[1:])
+                step = e.view(self.values.shape[1:]).to(self.convolution.weight.dtype)
                 # The gradients of the bias add up to 0.
-                functions.append(self.convolution(step) - self.convolution(torch.zeros_like(step)))
-                found.append(grad.view(functions[-1].shape))
-                continue
-            rows = grad.reshape(len(e), -1).to(e.dtype)
-            is_uniform = e.shape[1] == 1
-            equation = "rn,ri->ni" if is_uniform else "rn,rni->ni"
-            total = torch.einsum(equation, rows, e.squeeze(1) if is_uniform else e)
-            functions.append(self.matrix)
-            found.append(total)
+                y = self.convolution(step) - self.convolution(torch.zeros_like(step))
+                total = grad.reshape(y.shape)
+            else:
+                y, rows = self.matrix, grad.reshape(len(e), -1)
+                is_uniform = e.shape[1] == 1
+                equation = "rn,ri->ni" if is_uniform else "rn,rni->ni"
+                total = torch.einsum(equation, rows, e.squeeze(1) if is_uniform else e)
+            functions.append(y)
+            found.append(total.to(y.dtype))
         return functions, found
 
 
@@ -146,29 +148,33 @@ class Layers:
         self.calls.append((output, version(output), module, args[0].detach()))
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and forget the calls."""
         for handle in self._handles:
             handle.remove()
+        self.calls.clear()
 
     def sources(self, place: int, x: Tensor) -> list[Source]:
         """The sources of an input `[T, B, ...]` that is what one of the layers returned; empty for
         other inputs."""
         for output, known, module, values in self.calls:
-            is_same = output.data_ptr() == x.data_ptr() and output.numel() == x.numel()
-            if is_same and version(x) == known:
-                return _sources(place, x, module, values)
+            is_same = x.data_ptr() == output.data_ptr() and x.numel() == output.numel()
+            if not is_same or version(x) != known:  # changed in place
+                continue
+            y = output.unflatten(0, (len(x), -1))
+            in_order = x.is_contiguous() and y.is_contiguous()
+            if in_order or (x.shape, x.stride()) == (y.shape, y.stride()):
+                return _sources(place, y, module, values.unflatten(0, (len(x), -1)))
         return []
 
 
 def _sources(place: int, x: Tensor, module: Any, values: Tensor) -> list[Source]:
-    steps = values.unflatten(0, (len(x), -1))
     if isinstance(module, nn.Linear):
-        found = [Source(place, steps.flatten(1, -2), module.weight)]
+        found = [Source(place, values.flatten(1, -2), module.weight)]
         if module.bias is not None:
             rows = x.flatten(1, -2)
             found.append(constant(place, rows, module.bias))
         return found
-    found = [Source(place, steps, None, module)]
+    found = [Source(place, values, None, module)]
     if module.bias is not None:
         bias = module.bias.view(-1, *[1] * (x.ndim - 3))
         found.append(constant(place, x, bias))

@@ -69,25 +69,26 @@ class TwoStates(sf.Neuron):
         return s, (i, h - s)
 
 
-NETWORKS = {
-    "own": [nn.Linear(6, 8), TwoStates(), nn.Linear(8, 3), sf.LI(0.9)],
-    "recurrent": [
-        nn.Linear(6, 8),
-        sf.Recurrent(sf.ALIF(0.8), 8, bias=True, heads=2, self_connections=False),
-        nn.Linear(8, 3),
-    ],
-    "convolutions": [
-        *(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 3, padding=1), sf.LIF(0.8), nn.AvgPool1d(3)),
-        *(nn.Conv1d(4, 5, 1), sf.LIF(0.7, reset="soft"), nn.Flatten(), nn.Linear(5, 3)),
-    ],
-    "tokens": [
-        nn.Unflatten(1, (2, 3)),
-        nn.Linear(3, 4),
-        sf.LIF(0.8),
-        nn.Flatten(),
-        nn.Linear(8, 3),
-    ],
-}
+def network(name: str) -> sf.Temporal:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    if name == "own":
+        layers += [nn.Linear(6, 8), TwoStates(), nn.Linear(8, 3), sf.LI(0.9)]
+    elif name == "recurrent":
+        options = {"bias": True, "heads": 2, "self_connections": False}
+        layers += [nn.Linear(6, 8), sf.Recurrent(sf.ALIF(0.8), 8, **options), nn.Linear(8, 3)]
+    elif name == "convolutions":
+        layers += [nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 3, padding=1), sf.LIF(0.8)]
+        layers += [nn.AvgPool1d(3), nn.Conv1d(4, 5, 1), sf.LIF(0.7, reset="soft"), nn.Flatten()]
+        layers += [nn.Linear(5, 3)]
+    else:
+        layers += [nn.Unflatten(1, (2, 3)), nn.Linear(3, 4), sf.LIF(0.8), nn.Flatten()]
+        layers += [nn.Linear(8, 3)]
+    net = sf.Temporal(nn.Sequential(*layers))
+    for layer in net.modules():
+        if isinstance(layer, nn.Linear | nn.Conv1d):
+            layer.weight.data *= 2  # so that neurons of all layers fire
+    return net
 
 
 def in_parts(net: sf.Temporal, rule: str, steps: int, impl: str = "reference") -> list[Tensor]:
@@ -113,8 +114,7 @@ def in_parts(net: sf.Temporal, rule: str, steps: int, impl: str = "reference") -
     ],
 )
 def test_parts_equal_the_whole(name, rule):
-    torch.manual_seed(0)
-    net = sf.Temporal(copy.deepcopy(nn.Sequential(*NETWORKS[name])))
+    net = network(name)
     expected = in_parts(net, rule, 6)
     for steps in (4, 1):
         for a, b in zip(in_parts(net, rule, steps), expected, strict=True):
@@ -123,42 +123,41 @@ def test_parts_equal_the_whole(name, rule):
 
 
 def test_kernels_equal_the_loop():
-    torch.manual_seed(0)
-    net = sf.Temporal(copy.deepcopy(nn.Sequential(*NETWORKS["recurrent"])))
+    net = network("recurrent")
     expected, found = in_parts(net, "e-prop", 4), in_parts(net, "e-prop", 4, "auto")
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b.float(), rtol=1e-4, atol=1e-5)
 
 
-def test_steps_without_gradients_leave_traces():
-    net = sf.Temporal(nn.Sequential(nn.Linear(6, 8), sf.LIF(0.9), nn.Linear(8, 2))).double()
-    learner, x = sf.Online(net, "d-rtrl"), on_grid((6, 2, 6)).double().abs() * 2
-    learner(x, impl="reference")[4:].sum().backward()
-    expected = [p.grad for p in net.parameters()]
-    net.zero_grad()
-    with torch.no_grad():
-        y, state = learner(x[:4], return_state=True, impl="reference")
-    assert not y.requires_grad
-    learner(x[4:], state=state, impl="reference").sum().backward()
-    for p, b in zip(net.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.grad, b, rtol=1e-9, atol=1e-12)
+class Resting(sf.Neuron):
+    """A potential that begins at a learned value."""
+
+    v = sf.State("rest")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest, self.surrogate = nn.Parameter(torch.full((8,), 0.5)), sf.surrogate.Sigmoid()
+
+    def step(self, x, v):
+        h = 0.9 * v + x
+        s = self.surrogate(h - 1)
+        return s, (h - s,)
 
 
-def test_sizes_of_traces():
-    def shapes(rule: str, *layers: nn.Module) -> list[list[tuple[int, ...] | None]]:
-        learner, x = sf.Online(sf.Temporal(nn.Sequential(*layers)), rule), torch.rand(3, 2, 6)
-        _, state = learner(x, return_state=True, impl="reference")
-        (traces,) = state.traces.values()
-        return [[None if e is None else tuple(e.shape) for e in trace] for trace in traces]
-
-    linear, adaptive = nn.Linear(6, 8, bias=False), sf.ALIF(reset="soft")
-    assert shapes("ottt", linear, sf.LIF()) == [[(2, 1, 6)]]
-    assert shapes("e-prop", linear, sf.LIF(reset="soft")) == [[(2, 1, 6)]]
-    assert shapes("e-prop", linear, sf.LIF()) == [[(2, 8, 6)]]
-    assert shapes("d-rtrl", linear, sf.LIF(reset="soft")) == [[(2, 8, 6)]]
-    assert shapes("ottt", linear, adaptive) == [[(2, 1, 6), None]]
-    assert shapes("ottt", linear, sf.LIF(decay=torch.rand(8))) == [[(2, 8, 6)]]
-    assert shapes("ottt", nn.Linear(6, 8), sf.LIF()) == [[(2, 1, 6)], [(2, 1, 1)]]
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_first_states_are_learned(recurrent):
+    neuron = Resting()
+    layer = sf.Recurrent(neuron, 8) if recurrent else neuron
+    net = sf.Temporal(nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, 2)))
+    learner, x = sf.Online(net, "d-rtrl"), torch.rand(4, 2, 6)
+    learner(x, impl="reference").sum().backward()
+    found, neuron.rest.grad = neuron.rest.grad, None
+    if not recurrent:
+        net(x, impl="reference").sum().backward()
+        torch.testing.assert_close(found, neuron.rest.grad)
+    assert found.all()
+    with pytest.raises(ValueError, match=r"net.1[.a-z]*rest reach neuron 'net.1"):
+        learner(x, return_state=True, impl="reference")
 
 
 def test_copies():
