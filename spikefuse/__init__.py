@@ -14,6 +14,7 @@ from spikefuse.compiler import UnsupportedOperation
 from spikefuse.graph import captured as _captured  # noqa: F401, serves the policy Checkpoint
 from spikefuse.neurons import (
     ALIF,
+    BRF,
     CLIF,
     EIF,
     IF,
@@ -22,8 +23,10 @@ from spikefuse.neurons import (
     LIF,
     PLIF,
     QIF,
+    AdEx,
     AdLIF,
     AlphaLIF,
+    CSiLIF,
     CubaLIF,
     DelayedResetLIF,
     GatedLIF,
@@ -37,8 +40,10 @@ from spikefuse.neurons import (
     RateIF,
     RefractoryLIF,
     SEAdLIF,
+    ShortTermPlasticity,
     SlidingPSN,
     State,
+    StochasticLIF,
     TernaryLIF,
     TwoCompartmentLIF,
     decay_from_tau,
@@ -75,11 +80,13 @@ if _TYPE_CHECKING:
     from spikefuse.transforms.nir_read import from_nir
     from spikefuse.transforms.nir_write import to_nir
     from spikefuse.transforms.spiking import spiking
+    from spikefuse.transforms.unroll import unroll_integer_spikes
 
 __version__ = "0.2.0.dev0"
 
 __all__ = [
     "ALIF",
+    "BRF",
     "CLIF",
     "EIF",
     "IF",
@@ -89,8 +96,10 @@ __all__ = [
     "PLIF",
     "PSN",
     "QIF",
+    "AdEx",
     "AdLIF",
     "AlphaLIF",
+    "CSiLIF",
     "CubaLIF",
     "Delay",
     "DelayedLinear",
@@ -110,9 +119,11 @@ __all__ = [
     "Recurrent",
     "RefractoryLIF",
     "SEAdLIF",
+    "ShortTermPlasticity",
     "SlidingPSN",
     "State",
     "StepScale",
+    "StochasticLIF",
     "Stream",
     "Temporal",
     "TernaryLIF",
@@ -142,6 +153,7 @@ __all__ = [
     "surrogate",
     "to_nir",
     "train",
+    "unroll_integer_spikes",
 ]
 
 
@@ -166,6 +178,7 @@ _FUNCTIONS = {
     "source": "inspect.source",
     "spiking": "transforms.spiking",
     "to_nir": "transforms.nir_write",
+    "unroll_integer_spikes": "transforms.unroll",
 }
 
 

@@ -5,7 +5,7 @@ allocate as many bytes as a file claims. So this file is also a program, which h
 and of memory. It does not import spikefuse, so that it starts at once.
 
 The program takes requests from standard input, a line of JSON for each file, and answers by a line
-for each array, type and shape, before its bytes. A last line is null, or the text of an error.
+for each array, shape and type, before its bytes. A last line is null, or the text of an error.
 """
 
 from __future__ import annotations
@@ -68,22 +68,21 @@ class Reader(AbstractContextManager["Reader"]):
         try:
             process.stdin.write(f"{json.dumps(request)}\n".encode())
             process.stdin.flush()
-            while (answer := json.loads(process.stdout.readline() or "false")) is not None:
-                if answer is False:
-                    is_late = process.wait() == 1
-                    raise ValueError(
-                        f"an array takes more than {SECONDS:g} seconds"
-                        if is_late
-                        else f"{library} crashes"
-                    )
-                if isinstance(answer, str):
+            while (line := process.stdout.readline()).endswith(b"\n"):
+                answer = json.loads(line)
+                if not isinstance(answer, list):
                     is_waiting = True
+                    if answer is None:
+                        return
                     raise ValueError(answer)
-                kind, shape = answer
+                shape, kind = answer
                 array = np.empty(shape, kind)
-                process.stdout.readinto(_bytes(array))  # type: ignore[attr-defined]
-                yield array
-            is_waiting = True
+                size = process.stdout.readinto(_bytes(array))  # type: ignore[attr-defined]
+                if size == array.nbytes:
+                    yield array
+            is_late = process.wait() == 1  # the exit status of the timer
+            late = f"an array takes more than {SECONDS:g} seconds"
+            raise ValueError(late if is_late else f"{library} crashes")
         finally:
             if not is_waiting:  # the next file gets a new process
                 self.close()
@@ -154,7 +153,7 @@ def _write(read: Any, library: str, path: str, limit: int, seconds: float) -> No
                     raise ValueError(f"more than {limit} bytes of content")
                 if array.dtype.kind not in "biufU":
                     raise ValueError(f"elements of type {array.dtype}")
-                answer = json.dumps([array.dtype.str, array.shape])
+                answer = json.dumps([array.shape, array.dtype.str])
                 pending += [f"{answer}\n".encode(), _bytes(array)]
                 num_pending += array.nbytes
                 if num_pending >= CHUNK:

@@ -49,11 +49,10 @@ def forkserver() -> Any:
     """The context of processes that share one import of what any of them needs: a process has one
     such server, and the modules are those of its first start."""
     context = multiprocessing.get_context("forkserver")
+    # Also Lightning, whose import takes longer than a run. What is not installed is left out.
+    lightning, interpreter = "spikefuse.train.run", "triton.runtime.interpreter"
     context.set_forkserver_preload(
-        [
-            *("spikefuse.testing", "numba", "torch._dynamo", "triton.runtime.interpreter"),
-            "spikefuse.train.run",  # Lightning, whose import takes longer than a run
-        ]
+        ["spikefuse.testing", "torch._dynamo", interpreter, lightning, "tests.preloaded"]
     )
     return context
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from spikefuse.train import ConfigError, TrainConfig, from_python
+from spikefuse.train import ConfigError, TrainConfig, from_python, plots
 from tests.processes import finish, torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -105,6 +105,7 @@ def test_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return train(config, *arguments)
 
     monkeypatch.setattr(from_python.run, "train", counted)
+    monkeypatch.setattr(plots, "_save", lambda figure, path: path.touch())  # drawing takes longer
     pairs = [(1e-5, 0.25), (1e-5, 0.5), (1e-2, 0.25), (1e-2, 0.5)]
     with pytest.raises(KeyboardInterrupt):
         example.main(str(tmp_path), epochs=2)

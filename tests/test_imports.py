@@ -468,6 +468,28 @@ def test_import_is_lazy() -> None:
     python(f"import sys, spikefuse, spikefuse.data; {loaded}; {all_packages}; {loaded}")
 
 
+# What `import spikefuse` does not load, since most programs do not need it.
+LATE = {"data", "inspect", "isolated", "models", "testing", "train", "transforms"}
+# Beyond ours, which take time: the first three import decimal, the next compilers.
+SLOW = {"statistics", "fractions", "decimal", "sympy", "torch._dynamo", "torch._inductor"}
+
+
+def test_import_loads_what_most_programs_need() -> None:
+    """The time of an import depends on the machine, so that modules are bounded instead."""
+    code = f"""
+import sys, torch
+before = {{*sys.modules}}
+import spikefuse
+loaded = {{*sys.modules}} - before
+assert not {SLOW} & loaded, loaded
+others = {{name.partition(".")[0] for name in loaded}} - sys.stdlib_module_names
+assert others <= {{"spikefuse", "torch", "_remote_module_non_scriptable"}}, others
+late = {{name for name in loaded if (*name.split("."), "")[1] in {LATE}}}
+assert late <= {{"spikefuse.transforms", "spikefuse.transforms.tables"}}, late
+"""
+    python(code)
+
+
 def test_packages_are_imported_when_they_are_used() -> None:
     code = """
 import sys, spikefuse as sf

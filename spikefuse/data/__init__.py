@@ -13,7 +13,7 @@ from spikefuse.data.dataset import Dataset
 from spikefuse.data.files import DataError
 from spikefuse.data.folder import ImageFolder, image_folder
 from spikefuse.data.frames import Frames, Slicing, expand, time_surface, to_frames, voxel_grid
-from spikefuse.data.images import Examples, Images, Subset, split
+from spikefuse.data.images import Examples, Images, Series, Subset, split
 from spikefuse.data.mnist import read_idx
 from spikefuse.data.recording_folder import event_folder
 from spikefuse.data.recordings import Recording
@@ -30,6 +30,7 @@ __all__ = [
     "ImageFolder",
     "Images",
     "Recording",
+    "Series",
     "Slicing",
     "Sound",
     "Subset",

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spikefuse.data.images import Examples
-from spikefuse.data.recordings import Recording
-from spikefuse.data.sound import Sound
 
-# Reads the recordings in a file.
-Reader = Callable[..., Iterator[Recording | Sound]]
+# Reads the recordings, sounds or series in a file.
+Reader = Callable[..., Iterator[Any]]
 
 
 @dataclass(frozen=True)
@@ -27,16 +25,20 @@ class Dataset:
     ```
 
     Args:
-        shape: shape of an image, (C, H, W), or of a frame, (P, H, W), or (W,) for audio.
-        classes: name of each label.
+        shape: shape of an image, (C, H, W), of a frame, (P, H, W), or (W,) for audio, or of a step
+            of a series, either.
+        classes: name of each label, or of each value of a target.
         read: maps (directory, download, **transform) to (training examples, test examples), or to
-            (training, validation, test), which are `Images`, `Frames` or other `Examples`.
+            (training, validation, test), which are `Images`, `Frames`, `Series` or other
+            `Examples`.
             `DataError` reports missing files.
-        kind: "images", which are encoded as sequences, or "events", which are sequences.
+        kind: "images", which are encoded as sequences, "events", which are sequences of counts, or
+            "series", which are sequences of values.
         transform: the options of `load` that this dataset takes, with their defaults; those of
-            events include num_steps.
-        files: of events, the ending of the files that `read_file` accepts, or several, and their
-            reader, which takes a path and the options that are not of `Slicing`.
+            events and series include num_steps.
+        files: of events and series, the ending of the files that `read_file` accepts, or several,
+            and their reader, which takes a path and the options: of events, those that are not of
+            `Slicing`. A reader of series yields float32 arrays `[T, *shape]`.
         scale: of events, a network's input is `scale` times the values of the frames.
         describe: if shape and classes depend on the files, maps (directory, **transform) to their
             description.
@@ -46,7 +48,7 @@ class Dataset:
     shape: tuple[int, ...]
     classes: tuple[str, ...]
     read: Callable[..., tuple[Examples, ...]]
-    kind: Literal["images", "events"] = "images"
+    kind: Literal["images", "events", "series"] = "images"
     transform: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[str | tuple[str, ...], Reader] | None = None
     scale: float = 1.0

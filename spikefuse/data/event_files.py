@@ -117,6 +117,8 @@ def _decode(
     path: Path, sensor: Sensor | None, reader: isolated.Reader | None
 ) -> tuple[Columns, Sensor | None]:
     """Return the events of a file, and the size of the sensor if it is known."""
+    check_regular(path)
+    check_memory(path)
     ending = path.suffix.lower()
     if ending in (".aedat", ".aedat4"):
         with opened(path) as file:
@@ -179,7 +181,6 @@ def _columns(path: Path, names: Collection[str], values: Callable[[str], Any]) -
 
 
 def _read_numpy(path: Path) -> Columns:
-    check_regular(path)
     try:
         if path.suffix.lower() == ".npy":
             array: Any = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.data.files import DataError
-from spikefuse.data.images import Examples, Index, check_lengths
+from spikefuse.data.images import Examples, Index, Series, check_lengths
 from spikefuse.data.recordings import Recording
 from spikefuse.data.sound import Sound
 
@@ -314,13 +314,15 @@ def expand(batch: Examples, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert a batch to a network's input, on the device of the batch.
 
     Args:
-        batch: `Frames` of B examples, or `Images`.
+        batch: `Frames` or `Series` of B examples, or `Images`.
         dtype: dtype of the result.
 
     Returns:
-        Of `Frames` the counts, contiguous `[T, B, *shape]`; of `Images` pixels / 255,
-        `[B, C, H, W]`, for `spikefuse.nn.encode`.
+        Of `Frames` the counts, contiguous `[T, B, *shape]`; of `Series` the values, `[T, B, ...]`;
+        of `Images` pixels / 255, `[B, C, H, W]`, for `spikefuse.nn.encode`.
     """
+    if isinstance(batch, Series):
+        return batch.pixels.transpose(0, 1).to(dtype)
     if not isinstance(batch, Frames):
         return batch.pixels.to(dtype) / 255
     return unpack(batch.packed.transpose(0, 1).contiguous(), batch.bits, batch.shape).to(dtype)

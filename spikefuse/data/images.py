@@ -1,12 +1,12 @@
-"""Labelled images in memory, and the protocol of all datasets.
+"""Labelled images and series in memory, and the protocol of all datasets.
 
-Shape legend: N images, C channels, H rows, W columns.
+Shape legend: N examples, T time steps, C channels, H rows, W columns, K values of a target.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -20,17 +20,17 @@ Index = Tensor | slice
 class Examples(Protocol):
     """Labelled examples, in memory or read when they are indexed.
 
-    Indexing returns a batch, `Images` or `Frames` in memory, in the compact form in which it is
-    copied to a device. `data.expand(batch)` converts it to a network's input there.
+    Indexing returns a batch, `Images`, `Frames` or `Series` in memory, in the compact form in which
+    it is copied to a device. `data.expand(batch)` converts it to a network's input there.
     """
 
     @property
     def labels(self) -> Tensor:
-        """int64 `[N]`, always in memory."""
+        """Classes int64 `[N]`, or targets of another task, always in memory."""
 
     @property
     def pixels(self) -> Tensor:
-        """All examples, decoded: uint8 `[N, C, H, W]`, or `[N, T, ...]` for events."""
+        """All examples, decoded: uint8 `[N, C, H, W]`, or `[N, T, ...]` for events and series."""
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +46,7 @@ class Examples(Protocol):
 
 def check_lengths(name: str, values: Tensor, labels: Tensor) -> None:
     """Raise DataError unless there is a label for each example."""
-    if labels.ndim != 1 or len(values) != len(labels):
+    if labels.ndim == 0 or len(values) != len(labels):
         raise DataError(
             f"labels are {list(labels.shape)} for {len(values)} examples ({name} "
             f"{list(values.shape)}): expected one label for each"
@@ -59,7 +59,8 @@ class Images:
 
     Args:
         pixels: uint8 `[N, C, H, W]`, 0 to 255.
-        labels: int64 `[N]`.
+        labels: classes int64 `[N]`, or values float32 `[N, K]`; with a target for each time step,
+            `[N, T]` or `[N, T, K]`.
 
     Raises:
         DataError: they differ in number.
@@ -74,18 +75,34 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: Index) -> Images:
-        return Images(self.pixels[index], self.labels[index])
+    def __getitem__(self, index: Index) -> Self:
+        return type(self)(self.pixels[index], self.labels[index])
 
     @property
     def nbytes(self) -> int:
         return self.pixels.nbytes + self.labels.nbytes
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Images:
-        return Images(
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        return type(self)(
             self.pixels.to(device, non_blocking=non_blocking),
             self.labels.to(device, non_blocking=non_blocking),
         )
+
+
+@dataclass(frozen=True)
+class Series(Images):
+    """Sequences of values with targets, such as time series.
+
+    Example::
+
+        t = torch.linspace(0, 6.28, 50)
+        phases = 6.28 * torch.rand(100, 1)
+        waves = sf.data.Series(torch.sin(t + phases)[..., None], phases)  # [100, 50, 1], [100, 1]
+
+    Args:
+        pixels: float32 `[N, T, ...]`, the input of a network without any scaling.
+        labels: as of `Images`.
+    """
 
 
 @dataclass(frozen=True)
@@ -127,7 +144,8 @@ class Subset:
 def split(images: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
     """Split into (rest, part), stratified by class; both preserve the order of `images`.
 
-    If the fraction of every class rounds to no example, the part is drawn from all classes.
+    If the fraction of every class rounds to no example, or labels are no classes, the part is drawn
+    from all examples.
 
     The result depends only on the labels and `seed`. Datasets other than `Images` are not read, but
     split into `Subset`s.
@@ -155,7 +173,8 @@ def draw(labels: Tensor, fraction: float, seed: int) -> Tensor:
         raise ValueError(f"fraction is {fraction}: expected a number from 0 to 1")
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.zeros(len(labels), dtype=torch.bool)
-    for label in labels.unique():
+    are_classes = labels.ndim == 1 and not labels.is_floating_point()
+    for label in labels.unique() if are_classes else ():
         members = (labels == label).nonzero().squeeze(1)
         order = torch.randperm(len(members), generator=generator)
         chosen[members[order[: round(fraction * len(members))]]] = True

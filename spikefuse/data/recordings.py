@@ -80,22 +80,23 @@ class Recording:
         return (self.p.astype(np.int64) * height + self.y) * width + self.x
 
 
-def check_memory(path: Path, num_events: int, free: int | None = None) -> None:
-    """Refuse a recording with more events than fit into memory.
+def check_memory(path: Path, num_events: int = 0, free: int | None = None) -> None:
+    """Refuse a recording that does not fit into memory.
 
     Args:
-        path: of the recording, for the error message.
-        num_events: that have been found.
+        path: of the recording.
+        num_events: that have been found in it.
         free: bytes of memory that are free; None to ask the system.
 
     Raises:
-        DataError: computing frames of so many events takes more.
+        DataError: the file, or computing frames of so many events, takes more.
     """
-    free, needed = free_memory() if free is None else free, num_events * BYTES_PER_EVENT
+    free = free_memory() if free is None else free
+    needed = max(num_events * BYTES_PER_EVENT, path.stat().st_size)
     if needed > free:
         raise DataError(
-            f"{path} has at least {num_events:,} events, whose frames take {needed >> 20:,} MiB of "
-            f"memory, and {free >> 20:,} MiB are free: cut it into shorter recordings"
+            f"{path} needs at least {needed >> 20:,} MiB of memory, and {free >> 20:,} MiB are "
+            "free: cut it into shorter recordings"
         )
 
 

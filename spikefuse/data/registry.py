@@ -209,18 +209,21 @@ def read_file(dataset: str | Dataset, path: str | Path, **transform: Any) -> Ite
         transform: as for `load`.
 
     Returns:
-        An iterator over uint8 images `[C, H, W]` or frames `[T, *shape]`.
+        An iterator over uint8 images `[C, H, W]` or frames `[T, *shape]`, or float32 series.
 
     Raises:
         DataError: the dataset or an option is unknown, or the file is missing or damaged; some
             damage is found only when an example is read.
     """
     path, (found, options) = Path(path).expanduser(), _find(dataset, transform)
-    if found.kind == "events":
+    if found.kind != "images":
         endings, read = _event_files(dataset)
         if path.suffix.lower() not in endings:
             ending, name = " or ".join(endings), _name(dataset)
             raise DataError(f"{path} is not a file of {name}: expected one that ends in {ending}")
+        if found.kind == "series":
+            shape = options["num_steps"], *found.shape
+            return map(partial(_checked, path, shape), read(path, **options))
         slicing = Slicing(**{name: options.pop(name) for name in SLICING if name in options})
         return map(partial(to_frames, slicing=slicing), read(path, **options))
     channels, size, width = (*found.shape, 0, 0)[:3]
@@ -229,6 +232,14 @@ def read_file(dataset: str | Dataset, path: str | Path, **transform: Any) -> Ite
         raise DataError(f"images of {name} are not square, in grey or RGB: convert {path} to bytes")
     size, channels = options.get("size", size), 1 if options.get("grey") else channels
     return iter([read_image(path, size, channels, options.get("margin", 1.0))])
+
+
+def _checked(path: Path, shape: tuple[int, ...], series: np.ndarray) -> np.ndarray:
+    if series.dtype != np.float32 or series.shape != shape:
+        raise DataError(
+            f"{path} holds {series.dtype} {list(series.shape)}: expected float32 {list(shape)}"
+        )
+    return series
 
 
 def _event_files(dataset: str | Dataset) -> tuple[tuple[str, ...], Reader]:
@@ -240,8 +251,8 @@ def _event_files(dataset: str | Dataset) -> tuple[tuple[str, ...], Reader]:
 
 def file_endings(dataset: str | Dataset) -> set[str]:
     """Return the endings of the files that `read_file` expects, in lower case."""
-    is_events = _find(dataset, {})[0].kind == "events"
-    return {*_event_files(dataset)[0]} if is_events else ENDINGS
+    is_images = _find(dataset, {})[0].kind == "images"
+    return ENDINGS if is_images else {*_event_files(dataset)[0]}
 
 
 def _name(dataset: str | Dataset) -> str:

@@ -27,10 +27,10 @@ class Loop(OnSequences):
 
         y[t] = body(x[t], y[t - 1])
 
-    Time is a Python loop of T calls of `body`, whose neurons keep their states in between, as do
-    delays.
-    Gradients flow through all steps. `sf.graph_step` records the loop, which removes the cost of
-    the calls on a GPU; `Recurrent` takes one launch for a matrix.
+    Time is a Python loop of T calls of `body`, whose neurons and delays keep their states in
+    between. Gradients flow through all steps. `sf.graph_step` records the loop, which removes the
+    cost of the calls on a GPU; `Recurrent` takes one launch for a matrix. Inside `Temporal`, the
+    last outputs are a state by the loop's name, and the layers in `body` have their own.
 
     Example::
 
@@ -49,15 +49,16 @@ class Loop(OnSequences):
 
     Args:
         body: a module from one step of the input, `[B, ...]`, and the last outputs to the new
-            outputs, a tensor or a tuple. Each of its neurons is called once in a step. A batch norm
-            in training mode takes the statistics of one step.
+            outputs, a tensor or a tuple. Each layer with a state is called once in a step. A batch
+            norm in training mode takes the statistics of one step.
         shapes: the shape of each output, without B.
 
     Call: `y = loop(x, state=None, return_state=False)`
 
     Args:
         x: `[T, B, ...]`, inside `Temporal` `[T*B, ...]`.
-        state: outputs and states after a call before, or None to start from rest.
+        state: outputs and states after a call before, or None to start from rest; inside
+            `Temporal`, pass it to the container.
         return_state: also return the final state.
 
     Returns:

@@ -139,8 +139,8 @@ class OverTime(OnSequences):
                 "body contains a neuron, or a layer over time: let it follow OverTime, inside "
                 "Temporal"
             )
-        if history is not None and history < 0:
-            raise ValueError(f"history is {history}: expected a number of steps, or None")
+        if history is not None and (type(history) is not int or history < 0):
+            raise ValueError(f"history is {history!r}: expected a number of steps, or None")
         self.body, self.history = body, history
 
     def over_time(self, *inputs: Tensor) -> Tensor:

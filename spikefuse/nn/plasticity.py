@@ -37,9 +37,9 @@ class STDPRule:
     `x` and `y` of one step potentiate: a layer reads its input in the step in which it fires.
 
     Source: Pfister and Gerstner, "Triplets of Spikes in a Model of Spike Timing-Dependent
-    Plasticity", Journal of Neuroscience 26, 2006, Eqs. 2 to 4, where all pairs of spikes interact;
-    for pairs, Song, Miller and Abbott, "Competitive Hebbian Learning Through Spike-Timing-Dependent
-    Synaptic Plasticity", Nature Neuroscience 3, 2000.
+    Plasticity", Journal of Neuroscience 26, 2006 (all spikes interact); for pairs, Song, Miller and
+    Abbott, "Competitive Hebbian Learning Through Spike-Timing-Dependent Synaptic Plasticity",
+    Nature Neuroscience 3, 2000.
 
     Example::
 

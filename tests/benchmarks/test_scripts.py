@@ -15,6 +15,7 @@ import benchmarks.__main__ as everything
 from benchmarks import events, neurons, parallel, record, reproduce
 from benchmarks.events import DENSE, EVENTS
 from benchmarks.layers import LOOP, OURS
+from spikefuse.train import cli, plots
 from spikefuse.train.recipe import RECIPES
 from tests.processes import together
 
@@ -60,6 +61,20 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spare the many collections of a benchmark the objects of all earlier tests."""
     gc.freeze()
     monkeypatch.setattr(gc, "unfreeze", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def trained_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train in this process, which has imported Lightning, and draw no figures."""
+    start = subprocess.run
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+        if command[1:4] != ["-m", "spikefuse", "train"]:
+            return start(command, **options)
+        return subprocess.CompletedProcess(command, cli.main(command[3:]))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(plots, "_save", lambda figure, path: path.touch())
 
 
 @pytest.mark.parametrize("command", SCRIPTS)

@@ -131,14 +131,15 @@ def test_a_header_at_which_faery_aborts(tmp_path: Path) -> None:
         read_events(path)
 
 
-@pytest.mark.parametrize("ending", [".raw", ".npz", ".bin"])
+@pytest.mark.parametrize(("ending", "size"), [(".raw", 12_799), (".npz", 12_799), (".bin", 999)])
 def test_recordings_that_do_not_fit_into_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, size: int
 ) -> None:
+    """200 events of 64 bytes, or of 5 in the file."""
     path = write(tmp_path / f"a{ending}")
     for module in (event_files, recordings):
-        monkeypatch.setattr(module, "free_memory", lambda: 199 * recordings.BYTES_PER_EVENT)
-    with pytest.raises(data.DataError, match=r"a\..* has at least 200 events, .* cut it into"):
+        monkeypatch.setattr(module, "free_memory", lambda: size)
+    with pytest.raises(data.DataError, match=r"a\..* needs at least .* cut it into"):
         read_events(path, "40x30")
 
 
@@ -154,5 +155,6 @@ def test_the_sensor_must_be_known_and_fit(tmp_path: Path) -> None:
 
 def test_without_faery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faery", None)
+    (tmp_path / "a.es").touch()
     with pytest.raises(data.DataError, match=r'faery, .*pip install "spikefuse\[events\]"'):
         read_events(tmp_path / "a.es")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spikefuse.data import DataError, Images, Subset, split
+from spikefuse.data import DataError, Images, Series, Subset, expand, split
 from spikefuse.data.frames import Frames
 
 
@@ -87,9 +87,24 @@ def test_a_split_of_few_examples_of_each_class() -> None:
     assert both.sort().values.tolist() == list(range(30))
 
 
-@pytest.mark.parametrize("labels", [torch.arange(3), torch.arange(5), torch.zeros(4, 1)])
+@pytest.mark.parametrize("labels", [torch.arange(3), torch.arange(5), torch.zeros(())])
 def test_labels_of_another_number_are_refused(labels: torch.Tensor) -> None:
     with pytest.raises(DataError, match=r"labels are .* for 4 examples \(pixels .*one label for"):
         Images(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), labels)
     with pytest.raises(DataError, match=r"labels are .* for 4 examples \(packed .*one label for"):
         Frames(torch.zeros(4, 3, 9, dtype=torch.uint8), labels, (2, 3, 3), 4)
+
+
+def test_series_have_targets_of_any_shape() -> None:
+    values, targets = torch.randn(20, 7, 2), torch.randn(20, 7, 3)
+    series = Series(values, targets)
+    batch = series[torch.tensor([3, 1])].to(torch.device("cpu"))
+    assert isinstance(batch, Series)
+    assert torch.equal(batch.labels, targets[[3, 1]])
+    assert torch.equal(expand(batch), values[[3, 1]].transpose(0, 1))
+    rest, part = split(series, 0.25, seed=0)
+    assert (len(rest), len(part)) == (15, 5)
+    both = torch.cat([rest.pixels, part.pixels])
+    assert sorted(both[:, 0, 0].tolist()) == sorted(values[:, 0, 0].tolist())
+    with pytest.raises(DataError, match=r"labels are \[3, 1\] for 20 examples"):
+        Series(values, torch.randn(3, 1))

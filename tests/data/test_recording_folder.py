@@ -77,7 +77,7 @@ def test_frames_may_exceed_the_memory_but_no_recording(
     monkeypatch.setattr(module, "free_memory", lambda: memory)
     assert data.load(data.event_folder(recordings, SENSOR, num_steps=4))[0].nbytes > memory
     memory -= 1
-    with pytest.raises(data.DataError, match=r"wave.\d\.npz has at least 200 events"):
+    with pytest.raises(data.DataError, match=r"wave.\d\.npz needs at least"):
         data.load(data.event_folder(recordings, SENSOR, num_steps=5))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from spikefuse import data
@@ -36,3 +39,19 @@ def test_shape_and_classes(name: str) -> None:
 def test_an_unknown_option(name: str, option: str, options: str) -> None:
     with pytest.raises(data.DataError, match=f"has no option '{option}': .* {options}$"):
         data.load(name, "nowhere", **{option: 3})
+
+
+def test_series_in_files(tmp_path: Path) -> None:
+    def read(path: Path, num_steps: int) -> object:
+        return iter(np.load(path)[:, :num_steps])
+
+    options = {"kind": "series", "transform": {"num_steps": 4}, "files": (".npy", read)}
+    waves = data.Dataset((2,), ("value",), lambda *_: (), **options)
+    values = np.random.default_rng(0).normal(size=(3, 9, 2)).astype(np.float32)
+    np.save(tmp_path / "a.npy", values)
+    found = [*data.read_file(waves, tmp_path / "a.npy", num_steps=5)]
+    np.testing.assert_array_equal(found, values[:, :5])
+    with pytest.raises(data.DataError, match=r"holds float32 \[9, 2\]: expected float32 \[10, 2\]"):
+        next(data.read_file(waves, tmp_path / "a.npy", num_steps=10))
+    with pytest.raises(data.DataError, match=r"a\.csv is not a file of .*: .* ends in \.npy"):
+        data.read_file(waves, tmp_path / "a.csv")

@@ -51,7 +51,7 @@ def synapses(layer, x):
 
 
 def gradients(y, layer, x):
-    weights = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape)
+    weights = torch.linspace(-1, 2, y.numel(), dtype=y.dtype, device=y.device).view(y.shape)
     return torch.autograd.grad((y * weights).sum(), [x, *layer.parameters()])
 
 
@@ -71,10 +71,10 @@ def layer(request):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_values_and_gradients(name):
+def test_values_and_gradients(name, device):
     torch.manual_seed(0)
     make, by_hand = LAYERS[name]
-    layer, x = make().double(), sequence().requires_grad_()
+    layer, x = make().double().to(device), sequence().to(device).requires_grad_()
     y, expected = layer(x), by_hand(layer, x)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(gradients(y, layer, x), gradients(expected, layer, x))

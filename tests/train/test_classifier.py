@@ -27,7 +27,7 @@ from spikefuse.train.seeding import order
 
 Spikefuse = Callable[..., int]
 SHAPES = {"nmnist": (2, 8, 8), "shd": (30,)}
-CONFIG = TrainConfig(model="mlp", num_steps=2, batch_size=256, epochs=2)
+CONFIG = TrainConfig(model="mlp", num_steps=2, batch_size=256, epochs=2, fuse=False)
 
 
 def frames(num: int, num_steps: int, shape: tuple[int, ...], seed: int) -> Frames:
