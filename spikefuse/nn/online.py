@@ -98,8 +98,8 @@ class Online(nn.Module):
     Neural Networks", ICCV 2023 ("sltt"); Xiao et al., "Online Training Through Time for Spiking
     Neural Networks", NeurIPS 2022 ("ottt"); Bellec et al., "A solution to the learning dilemma for
     recurrent networks of spiking neurons", Nature Communications 11, 2020 ("e-prop", and feedback);
-    Wang et al., "BrainScale: Enabling Scalable Online Learning in Spiking Neural Networks", 2024
-    ("d-rtrl").
+    Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks", Nature
+    Communications 17, 2026 ("d-rtrl").
     """
 
     def __init__(self, net: Temporal, rule: str, feedback: str = "symmetric") -> None:
