@@ -80,8 +80,8 @@ def test_event_camera() -> None:
 
 def test_online_adaptation() -> None:
     trained, drifted, adapted = program("online_adaptation").main(steps=40, adaptation=400)
-    assert trained < 0.3
-    assert drifted > 0.8
+    assert trained < 0.4
+    assert drifted > 0.7
     assert adapted < 0.6
 
 

@@ -19,14 +19,7 @@ from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, channel_view
 from spikefuse.neurons.online import INPUT, OnlineNeuron, online_neuron, with_gradient_of
 from spikefuse.neurons.per_step import with_inputs
 from spikefuse.nn.call import Observer, Scan, active
-from spikefuse.nn.eligibility import (
-    Derivatives,
-    Layers,
-    Source,
-    Trace,
-    constant,
-    differentiate,
-)
+from spikefuse.nn.eligibility import Layers, Source, Trace, constant, differentiate
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import from_rest, scan_neuron
 from spikefuse.nn.recurrent import Recurrent
@@ -71,12 +64,7 @@ class Learning(Observer):
         layers: finds the sources of traces; None for a whole sequence.
     """
 
-    def __init__(
-        self,
-        net: nn.Module,
-        rule: str,
-        traces: dict[str, list[Trace]] | None,
-    ) -> None:
+    def __init__(self, net: nn.Module, rule: str, traces: dict[str, list[Trace]] | None) -> None:
         self.net, self.rule, self.traces = net, rule, traces
         self.traces_after: dict[str, list[Trace]] = {}
         self.cuts: list[Cut] = []
@@ -187,7 +175,7 @@ class Learning(Observer):
         traces = (self.traces or {}).get(name) or [[] for _ in sources]
         pairs = [*zip(sources, traces, strict=True)]
         if self.layers is not None and wanted.final:
-            derivatives = differentiate(results.finals, leaves[:num], leaves[num:])
+            derivatives = differentiate(results.finals, leaves)
             self.traces_after[name] = self._updated(name, definition, pairs, derivatives)
         outputs = [*map(self._hide, results.outputs)]
         self.cuts.append(Cut(received, leaves, twins, [*results.outputs], outputs, pairs))
@@ -198,7 +186,7 @@ class Learning(Observer):
         name: str,
         definition: OnlineNeuron,
         pairs: list[tuple[Source, Trace]],
-        derivatives: Derivatives,
+        derivatives: list[list[Tensor | None]],
     ) -> list[Trace]:
         """The traces of a neuron after the call, given its sources with those before."""
         description = definition.description()

@@ -184,6 +184,8 @@ def test_refusals():
         online(sf.LIF(), feedback="random")
     with pytest.raises(ValueError, match=r"layer 'net.1' \(OverTime\) sees all time steps"):
         online(nn.Linear(6, 8), sf.OverTime(torch.cumsum))
+    with pytest.raises(ValueError, match=r"layer 'net.0' \(EventLinear\) runs its neuron itself"):
+        online(sf.nn.EventLinear(6, 8, sf.LIF(surrogate=sf.surrogate.FastSigmoid(cutoff=-0.5))))
     with pytest.raises(ValueError, match="LIF is part of a Block"):
         online(nn.Linear(6, 8), sf.nn.Block(nn.BatchNorm1d(8), sf.LIF()))(x, impl="reference")
     normed = online(nn.Linear(6, 8), nn.BatchNorm1d(8), sf.LIF())
