@@ -347,6 +347,19 @@ def test_continued_from_a_state():
     assert_same(*found)
 
 
+def test_sequences_of_other_lengths():
+    """Their number of steps is an input of the graph, and no tensor."""
+    found: list[Any] = []
+    for policy in (None, Checkpoint()):
+        net, results = made(Mixed, policy), []
+        for num_steps in (3, 5, 4):
+            y, state = net(make_input((num_steps, *SHAPE[1:])), return_state=True)
+            (y.sum() + sum(v.sum() for s in state.values() for v in s)).backward()
+            results.append(y)
+        found.append([*results, *(p.grad for p in net.parameters())])
+    assert_same(*found)
+
+
 def test_spikes_that_cross_a_cut_are_bits():
     net, x = (
         made(lambda: nn.Sequential(Mixed().stem, layer(), layer()), Checkpoint()),
