@@ -1,6 +1,6 @@
 """Run the benchmarks that suit this machine, then rebuild the tables of the documentation.
 
-    python -m benchmarks            on a GPU: neurons, recurrent layers, blocks and networks;
+    python -m benchmarks            on a GPU: neurons, recurrent layers, delays, blocks, networks;
                                     anywhere: events, first call, whole steps on a CPU
     python -m benchmarks --gpus     on several GPUs: data-parallel steps, time and neuron sharding
 
@@ -18,9 +18,9 @@ import torch
 from benchmarks import record
 from benchmarks.runner import plain_parser
 
-ON_GPU = ("neurons steps", "neurons", "neurons block", "recurrent", "networks")
+ON_GPU = ("neurons steps", "neurons", "neurons block", "recurrent", "delays", "networks")
 TABLES = tuple(f"tables --page {page}" for page in record.PAGES)
-ANYWHERE = ("events", "neurons first_call", "cpu", *TABLES)
+ANYWHERE = ("events", "neurons first_call", "cpu", "plasticity", *TABLES)
 WORKLOADS = ("resnet18-mnist", "alexnet-imagenet", "resnet34-imagenet")
 
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.gpus and available < 2:
         parser.error(f"--gpus needs two GPUs, this machine has {available}")
     if not available:
-        print("no GPU: neurons, recurrent layers, blocks and networks are left out")
+        print("no GPU: neurons, recurrent layers, delays, blocks and networks are left out")
     failed = []
     for command in commands(available if args.gpus else min(available, 1)):
         text = " ".join(command[1:])

@@ -74,25 +74,9 @@ PARTS = ("augmentation", "forward", "backward", "optimizer")
 
 def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("accuracy", __doc__)
-    add_options(parser, NAMES, {"epochs": 60, "batch": 500, "lr": 0.2, "rise": 0.2})
-    add = parser.add_argument
-    add("--model", default=MODELS[0], choices=MODELS, help=f"({MODELS[0]})")
-    add("--T", type=int, default=4, help="time steps (4)")
-    add("--early", type=int, default=0, help="first epochs that train one time step only (0)")
-    add("--weight-decay", type=float, default=5e-4, help="of weights, not of norms (5e-4)")
-    add("--smoothing", type=float, default=0.1, help="of labels (0.1)")
-    add("--shift", type=int, default=4, help="pixels (4)")
-    add("--cutout", type=int, default=16, help="side in pixels (16)")
-    add("--cutmix", type=float, default=0.0, help="alpha, 0 for none (0)")
+    add_image_options(parser, NAMES)
     args = parse(parser, argv, QUICK)
-    if args.quick:
-        drawn = np.random.default_rng(0).integers(256, size=(10, 3, 16, 16), dtype=np.uint8)
-        parts = [Images(torch.from_numpy(drawn), torch.arange(10))] * 2
-    else:
-        folder = args.data_dir / "cifar10"
-        parts = [decode(folder / f"cifar10_{part}_jpeg.npz") for part in ("train", "test")]
-    parts = [part.to(torch.device(args.device)) for part in parts]
-    described = "random images" if args.quick else "CIFAR-10, JPEG copies"
+    parts, described = load_images(args)
     with cudnn_search(torch.device(args.device)):
         return train_all(args, ImageRun, lambda seed: parts, described)
 
@@ -189,8 +173,9 @@ class Run:
         self.net = self.make_network()
         self.optimizer = self.make_optimizer()
         steps, rise = args.epochs * len(self.batches), args.rise
+        rates = [group["lr"] for group in self.optimizer.param_groups]
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer, args.lr, steps, pct_start=rise, cycle_momentum=False
+            self.optimizer, rates, steps, pct_start=rise, cycle_momentum=False
         )
         self.parts = {"net": self.net, "optimizer": self.optimizer, "schedule": self.schedule}
         self.step: Any = sf.graph_step(self._step, self.net, self.optimizer, fallback=True)
@@ -284,6 +269,32 @@ class Run:
 # CIFAR-10
 
 
+def add_image_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    add_options(parser, names, {"epochs": 60, "batch": 500, "lr": 0.2, "rise": 0.2})
+    add = parser.add_argument
+    add("--model", default=MODELS[0], choices=MODELS, help=f"({MODELS[0]})")
+    add("--T", type=int, default=4, help="time steps (4)")
+    add("--early", type=int, default=0, help="first epochs that train one time step only (0)")
+    add("--weight-decay", type=float, default=5e-4, help="of weights, not of norms (5e-4)")
+    add("--smoothing", type=float, default=0.1, help="of labels (0.1)")
+    add("--shift", type=int, default=4, help="pixels (4)")
+    add("--cutout", type=int, default=16, help="side in pixels (16)")
+    add("--cutmix", type=float, default=0.0, help="alpha, 0 for none (0)")
+
+
+def load_images(args: argparse.Namespace) -> tuple[list[Images], str]:
+    """Return training and test images on the device, and what they are."""
+    if args.quick:
+        drawn = np.random.default_rng(0).integers(256, size=(10, 3, 16, 16), dtype=np.uint8)
+        parts = [Images(torch.from_numpy(drawn), torch.arange(10))] * 2
+    else:
+        folder = args.data_dir / "cifar10"
+        parts = [decode(folder / f"cifar10_{part}_jpeg.npz") for part in ("train", "test")]
+    device = torch.device(args.device)
+    described = "random images" if args.quick else "CIFAR-10, JPEG copies"
+    return [part.to(device) for part in parts], described
+
+
 def decode(path: Path) -> Images:
     """Decode a file of JPEG images, one after the other in `jpeg`, which begin at `offsets`."""
     from PIL import Image
@@ -350,9 +361,12 @@ class ImageRun(Run):
 
     def outputs(self, pixels: Tensor, steps: int) -> Tensor:
         """Return logits `[T, B, classes]` of bytes, or of their mixtures."""
-        images = (pixels.float() - self.mean) / self.std
         with torch.autocast(self.device.type, torch.bfloat16):
-            return self.call(images.contiguous(memory_format=torch.channels_last), steps)
+            return self.call(self.normalized(pixels), steps)
+
+    def normalized(self, pixels: Tensor) -> Tensor:
+        images = (pixels.float() - self.mean) / self.std
+        return images.contiguous(memory_format=torch.channels_last)
 
     def _step(self, pixels: Tensor, labels: Tensor, steps: int, last: str = PARTS[-1]) -> Tensor:
         args, targets = self.args, labels

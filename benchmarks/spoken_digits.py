@@ -13,6 +13,10 @@ a one-cycle learning rate, and the cross entropy of the mean potential over time
 
 - spikefuse: `Recurrent` layers of LIF neurons with snnTorch's reset, `DelayedResetLIF`
 - the same network without feedback
+- delays: the network without feedback, with a learned delay of up to 24 steps for each synapse, and
+  narrower hidden layers, so that it has as many parameters. The bump of a delay narrows over the
+  first quarter of the epochs, and delays learn ten times as fast as weights. Evaluation rounds
+  delays to steps.
 - SE-adLIF, RadLIF: the same network of adaptive neurons, which learn their decays and couplings,
   with the surrogates and resets of the recipes se-adlif-shd and radlif-shd; RadLIF
   without self-connections
@@ -27,6 +31,7 @@ recording in the first epoch; evaluation is not counted.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,8 +51,10 @@ from spikefuse.models.blocks import MakeNeuron
 OURS, SNNTORCH = layers.OURS, "snnTorch"
 FEED_FORWARD, SNNTORCH_GRAPH = f"{OURS}, feed-forward", f"{SNNTORCH}, {GRAPH}"
 SE_ADLIF, RADLIF = f"{OURS}, SE-adLIF", f"{OURS}, RadLIF"
-NAMES = (OURS, FEED_FORWARD, SE_ADLIF, RADLIF, SNNTORCH, SNNTORCH_GRAPH)
+DELAYS = f"{OURS}, delays"
+NAMES = (OURS, FEED_FORWARD, DELAYS, SE_ADLIF, RADLIF, SNNTORCH, SNNTORCH_GRAPH)
 DECAY, SLOPE = 0.9, 25.0  # of the neurons, and of their fast sigmoid: the default of snnTorch
+MAX_DELAY, LAST_SIGMA, DELAY_RATE = 24, 0.5, 10.0
 HELD_OUT, INPUTS, CLASSES = 0.2, 700, 20
 QUICK = {"epochs": 2, "batch": 8, "hidden": [16, 16]}
 
@@ -93,13 +100,34 @@ def make_network(name: str, hidden: list[int], num_steps: int) -> sf.Temporal:
         neuron = partial(sf.SEAdLIF, surrogate=sf.surrogate.FastSigmoid(), detach_reset=True)
     elif name == RADLIF:
         neuron = partial(sf.AdLIF, surrogate=sf.surrogate.Rectangle())
-    options = {"feedback": name != FEED_FORWARD, "self_connections": name != RADLIF}
-    net = recurrent(neuron, INPUTS, CLASSES, (1, 1), hidden, **options)
+    options = {"feedback": name not in (FEED_FORWARD, DELAYS), "self_connections": name != RADLIF}
+    build = partial(recurrent, neuron, INPUTS, CLASSES, (1, 1), **options)
+    net = build(hidden)
+    if name == DELAYS:
+        net = with_delays(build, hidden)
     if name in (SNNTORCH, SNNTORCH_GRAPH):
         for i, layer in enumerate(net):
             if isinstance(layer, sf.Recurrent | sf.LI):
                 net[i] = Loop(layer, num_steps)
     return sf.Temporal(net)
+
+
+def with_delays(build: Callable[[list[int]], nn.Sequential], hidden: list[int]) -> nn.Sequential:
+    """Return the widest network with delays that has as many parameters as `build(hidden)`."""
+    limit, width = size_of(build(hidden)), [*hidden]
+    while True:
+        net = build(width)
+        for i, layer in enumerate(net):
+            if isinstance(layer, nn.Linear):
+                sizes = layer.in_features, layer.out_features, MAX_DELAY
+                net[i] = sf.DelayedLinear(*sizes, bias=layer.bias is not None)
+        if size_of(net) <= limit:
+            return net
+        width = [n - 1 for n in width]
+
+
+def size_of(net: nn.Module) -> int:
+    return sum(p.numel() for p in net.parameters())
 
 
 class Loop(nn.Module):
@@ -151,7 +179,13 @@ class DigitsRun(accuracy.Run):
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         fused = self.device.type == "cuda"
-        return torch.optim.Adam(self.net.parameters(), self.args.lr, fused=fused)
+        delays = [layer.delay for layer in self.delayed()]
+        others = [p for p in self.net.parameters() if all(p is not d for d in delays)]
+        groups = [{"params": others}, {"params": delays, "lr": DELAY_RATE * self.args.lr}]
+        return torch.optim.Adam(groups if delays else others, self.args.lr, fused=fused)
+
+    def delayed(self) -> list[sf.DelayedLinear]:
+        return [m for m in self.net.modules() if isinstance(m, sf.DelayedLinear)]
 
     def outputs(self, x: Tensor, steps: int) -> Tensor:
         """Return potentials `[T, B, classes]` of spikes `[B, T, units]`."""
@@ -163,6 +197,9 @@ class DigitsRun(accuracy.Run):
     def train(self) -> runner.Record:
         if self.name == SNNTORCH:
             self.step = self._step  # without a graph
+        progress = min(1.0, 4 * len(self.rows) / self.args.epochs)
+        for layer in self.delayed():
+            layer.sigma.fill_(layer.max_delay / 2 * (2 * LAST_SIGMA / layer.max_delay) ** progress)
         return super().train()
 
 

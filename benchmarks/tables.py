@@ -108,6 +108,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "convert": ("convert", each(sections.converted), SCRIPT.format("convert")),
     "block": ("block", each(sections.block), BENCH),
     "recurrent": ("recurrent", each(sections.recurrent), SCRIPT.format("recurrent")),
+    "delays": ("delays", each(sections.recurrent), SCRIPT.format("delays")),
     "ddp": ("ddp*", each(training_sections.ddp), TORCHRUN.format(2, "parallel data")),
     "time-sharding": (
         "time_sharding",
@@ -132,6 +133,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     ),
     "first-call": ("first_call", each(sections.first_call), BENCH),
     "cpu-steps": ("cpu", each(sections.cpu_steps), BENCH),
+    "plasticity": ("plasticity", each(sections.cpu_steps), BENCH),
     "gpu-tests": ("gpu_tests", each(sections.gpu_tests), SCRIPT.format("gpu_tests")),
     "papers": ("reproduce_*", training_sections.papers, SCRIPT.format("reproduce RECIPE")),
     "open-neuromorphic": (

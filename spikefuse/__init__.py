@@ -14,6 +14,7 @@ from spikefuse.compiler import UnsupportedOperation
 from spikefuse.graph import captured as _captured  # noqa: F401, serves the policy Checkpoint
 from spikefuse.neurons import (
     ALIF,
+    BRF,
     CLIF,
     EIF,
     IF,
@@ -22,8 +23,10 @@ from spikefuse.neurons import (
     LIF,
     PLIF,
     QIF,
+    AdEx,
     AdLIF,
     AlphaLIF,
+    CSiLIF,
     CubaLIF,
     DelayedResetLIF,
     GatedLIF,
@@ -34,10 +37,13 @@ from spikefuse.neurons import (
     LearnablePositive,
     LearnableTimeConstant,
     Neuron,
+    RateIF,
     RefractoryLIF,
     SEAdLIF,
+    ShortTermPlasticity,
     SlidingPSN,
     State,
+    StochasticLIF,
     TernaryLIF,
     TwoCompartmentLIF,
     decay_from_tau,
@@ -45,9 +51,13 @@ from spikefuse.neurons import (
 )
 from spikefuse.nn import (
     PSN,
+    Delay,
+    DelayedLinear,
     Loop,
+    Online,
     OverTime,
     Recurrent,
+    StepScale,
     Stream,
     Temporal,
     checkpoint,
@@ -61,18 +71,22 @@ if _TYPE_CHECKING:
     from spikefuse.inspect.record import record
     from spikefuse.inspect.report import report
     from spikefuse.inspect.source import source
+    from spikefuse.nn import plasticity
     from spikefuse.train.predict import load
     from spikefuse.transforms.convert import convert
     from spikefuse.transforms.export import exportable
+    from spikefuse.transforms.from_ann import from_ann
     from spikefuse.transforms.graph_step import graph_step
     from spikefuse.transforms.nir_read import from_nir
     from spikefuse.transforms.nir_write import to_nir
     from spikefuse.transforms.spiking import spiking
+    from spikefuse.transforms.unroll import unroll_integer_spikes
 
 __version__ = "0.2.0.dev0"
 
 __all__ = [
     "ALIF",
+    "BRF",
     "CLIF",
     "EIF",
     "IF",
@@ -82,9 +96,13 @@ __all__ = [
     "PLIF",
     "PSN",
     "QIF",
+    "AdEx",
     "AdLIF",
     "AlphaLIF",
+    "CSiLIF",
     "CubaLIF",
+    "Delay",
+    "DelayedLinear",
     "DelayedResetLIF",
     "GatedLIF",
     "IntegerLIF",
@@ -95,12 +113,17 @@ __all__ = [
     "LearnableTimeConstant",
     "Loop",
     "Neuron",
+    "Online",
     "OverTime",
+    "RateIF",
     "Recurrent",
     "RefractoryLIF",
     "SEAdLIF",
+    "ShortTermPlasticity",
     "SlidingPSN",
     "State",
+    "StepScale",
+    "StochasticLIF",
     "Stream",
     "Temporal",
     "TernaryLIF",
@@ -114,12 +137,14 @@ __all__ = [
     "distributed",
     "explain",
     "exportable",
+    "from_ann",
     "from_nir",
     "fuse",
     "graph_step",
     "load",
     "memory",
     "models",
+    "plasticity",
     "plots",
     "record",
     "report",
@@ -128,15 +153,23 @@ __all__ = [
     "surrogate",
     "to_nir",
     "train",
+    "unroll_integer_spikes",
 ]
 
 
 # What most programs do not need, and the modules that have it.
-_MODULES = {"data": "data", "models": "models", "plots": "inspect.plots", "train": "train"}
+_MODULES = {
+    "data": "data",
+    "models": "models",
+    "plasticity": "nn.plasticity",
+    "plots": "inspect.plots",
+    "train": "train",
+}
 _FUNCTIONS = {
     "convert": "transforms.convert",
     "explain": "inspect.explain",
     "exportable": "transforms.export",
+    "from_ann": "transforms.from_ann",
     "from_nir": "transforms.nir_read",
     "graph_step": "transforms.graph_step",
     "load": "train.predict",
@@ -145,6 +178,7 @@ _FUNCTIONS = {
     "source": "inspect.source",
     "spiking": "transforms.spiking",
     "to_nir": "transforms.nir_write",
+    "unroll_integer_spikes": "transforms.unroll",
 }
 
 

@@ -38,7 +38,7 @@ CORE = {
     "ALIF": lambda c, **kw: sf.ALIF(0.7, 0.7, **kw),
     "Gated": lambda c, **kw: Gated(channels=c, **kw),
 }
-# Each model sees every backend, dtype and layout; the rest of the code is that of the core.
+# Each model sees every backend and layout; the rest of the code is that of the core.
 ZOO = {
     "LIF-decay-input": lambda c, **kw: sf.LIF(0.8, 0.3, decay_input=True, **kw),
     "CubaLIF": lambda c, **kw: sf.CubaLIF(
@@ -54,6 +54,16 @@ ZOO = {
     "QIF": lambda c, **kw: sf.QIF(3.0, -0.1, 0.7, 0.2, 0.6, v_reset=-0.2, **kw),
     "EIF": lambda c, **kw: sf.EIF(3.0, -0.1, 0.7, 0.8, 0.6, v_reset=-0.2, **kw),
     "Izhikevich": lambda c, **kw: sf.Izhikevich(3.0, -0.1, 0.7, 0.2, 3.0, 0.3, 0.4, 0.6, **kw),
+    "AdEx": lambda c, reset, **kw: sf.AdEx(3.0, -0.1, 0.7, 0.8, 5.0, 0.3, 0.4, 0.6, **kw),
+    "BRF": lambda c, **kw: sf.BRF(
+        torch.nn.Parameter(torch.linspace(0.5, 2.5, c)), 0.3, 0.2, dt=0.3
+    ),
+    "CSiLIF": lambda c, reset, **kw: sf.CSiLIF(
+        torch.nn.Parameter(torch.linspace(0.1, 0.5, c)), 0.5, 1.0, 0.6, 0.6
+    ),
+    "StochasticLIF": lambda c, reset, **kw: sf.StochasticLIF(
+        0.8, 0.6, torch.nn.Parameter(torch.linspace(0.2, 0.5, c))
+    ),
     "KLIF": lambda c, **kw: sf.KLIF(0.8, 0.6, 1.3, c, **kw),
     "KLIF-scaled": lambda c, **kw: sf.KLIF(0.8, 0.6, 1.3, scale_reset=True, **kw),
     "CLIF": lambda c, reset, **kw: sf.CLIF(0.7, 0.6, **kw),
@@ -64,15 +74,23 @@ ZOO = {
     "IntegerLIF": lambda c, reset, **kw: sf.IntegerLIF(0.7, 0.4, 3, **kw),
     "TwoCompartmentLIF": lambda c, **kw: sf.TwoCompartmentLIF(0.4, 0.6, channels=c, **kw),
     "SlidingPSN": lambda c, reset, **kw: sf.SlidingPSN(3),
+    "RateIF": lambda c, reset, **kw: sf.RateIF(torch.linspace(0.4, 0.9, c), shift=0.05),
+    "ShortTermPlasticity": lambda c, **kw: sf.ShortTermPlasticity(
+        torch.nn.Parameter(torch.linspace(0.2, 0.5, c)), 0.9, 0.8
+    ),
     "LI": lambda c, **kw: sf.LI(sf.LearnableFraction(0.8, c)),
     "LI-decay-input": lambda c, **kw: sf.LI(0.8, decay_input=True),
 }
 DEFINITIONS = CORE | ZOO
 # Models with one reset, or none.
 RESETS_OF = dict.fromkeys(("CLIF", "GatedLIF", "IntegerLIF"), ("own", "own-detached"))
-RESETS_OF |= dict.fromkeys(("SlidingPSN", "LI", "LI-decay-input"), ("none",))
+RESETS_OF |= dict.fromkeys(
+    ("SlidingPSN", "RateIF", "ShortTermPlasticity", "LI", "LI-decay-input"), ("none",)
+)
+# Their reset is that of a base class, which others test.
+RESETS_OF |= dict.fromkeys(("AdEx", "BRF", "CSiLIF", "StochasticLIF"), ("own",))
 # Models with operations that are not rounded correctly everywhere.
-SMOOTH = ("EIF", "CLIF")
+SMOOTH = ("EIF", "CLIF", "AdEx", "BRF", "CSiLIF")
 
 
 def make(name, reset, channels, device):

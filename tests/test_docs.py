@@ -172,8 +172,18 @@ def leaves(nav: Any) -> list[str]:
 
 
 # The public face: `sf` is the name by which pages call the package.
-FACES = ["", ".nn", ".nn.encode", ".surrogate", ".memory", ".distributed", ".models", ".data"]
-FACES += [".train", ".plots"]
+FACES = [
+    "",
+    ".nn",
+    ".nn.encode",
+    ".nn.readouts",
+    ".surrogate",
+    ".memory",
+    ".distributed",
+    ".models",
+    ".data",
+]
+FACES += [".train", ".plots", ".plasticity"]
 PUBLIC = {
     f"sf{face}.{name}": getattr(module, name)
     for face in FACES
@@ -181,11 +191,11 @@ PUBLIC = {
     for name in module.__all__
     if not isinstance(getattr(module, name), ModuleType | str)
 } | {f"spikefuse.testing.{name}": getattr(testing, name) for name in testing.__all__}
-# Functions and classes; those of a partial for a partial.
+# Functions and classes; for several models, the function that builds them.
 CALLABLES = {
     name: value
     for name, public in PUBLIC.items()
-    for value in [getattr(public, "func", public)]
+    for value in [inspect.unwrap(public) if callable(public) else public]
     if inspect.isroutine(value) or inspect.isclass(value)
 }
 
@@ -215,7 +225,9 @@ def test_parameters_have_descriptions(name: str) -> None:
 
 
 # Callables whose docstring has an example.
-DOCUMENTED = [name for name in CALLABLES if re.fullmatch(r"sf\.((memory|plots)\.)?\w+", name)]
+DOCUMENTED = [
+    name for name in CALLABLES if re.fullmatch(r"sf\.((memory|plots|plasticity)\.)?\w+", name)
+]
 DOCUMENTED += ["sf.data.load", "sf.data.split", "sf.train.fit"]
 # Examples that are only compiled, and why.
 COMPILED = {
@@ -237,6 +249,37 @@ def test_docstring_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.M
     run(imports + code, name not in COMPILED, tmp_path, monkeypatch)
 
 
+METHODS = [
+    [cell.strip() for cell in row.strip("|").split("|")]
+    for row in (ROOT / "docs" / "methods.md").read_text().splitlines()
+    if row.count("|") == 6 and not row.startswith(("| method", "|---"))
+]
+
+
+def test_there_are_many_methods() -> None:
+    assert len({name for name, *_ in METHODS}) == len(METHODS) >= 30
+
+
+@pytest.mark.parametrize("row", METHODS, ids=lambda row: row[0])
+def test_published_methods(row: list[str]) -> None:
+    """The link of a method leads to a block that is run, or to a name whose example is."""
+    _, _, where, lines, link = row
+    page, fragment = re.fullmatch(r"\[[^]]+\]\(([^#]*)#(.+)\)", link).groups()  # type: ignore[union-attr]
+    text = re.sub(r"^#+ ", "\n# ", read(f"docs/{page or 'methods.md'}"), flags=re.M)
+    (section,) = [s for s in text.split("\n# ")[1:] if anchor(s.partition("\n")[0]) == fragment]
+    block = re.search(r"^```python\n((?s:.*?))^```", section, re.M)
+    names = re.findall(r"`([^`]*)`", where)
+    if lines != "1":
+        assert block
+        code = [line for line in block[1].splitlines() if line.strip()]
+        code = [line for line in code if not line.startswith(("assert ", "import ", "from "))]
+        assert len(code) == int(lines)
+    elif block:
+        assert all(name in block[1] for name in names)
+    else:
+        assert set(names) <= set(DOCUMENTED) - COMPILED.keys()
+
+
 @cache
 def reference() -> str:
     return "".join(read(page) for page in PAGES if page.startswith("docs/reference/"))
@@ -247,7 +290,7 @@ def in_reference() -> list[Any]:
     """What the pages of the reference show, by `::: name`."""
     names = re.findall(r"^::: spikefuse\.(\S+)", reference(), re.M)
     assert len(names) == len(set(names))
-    return [shown(name) for name in names]
+    return [inspect.unwrap(shown(name)) for name in names]
 
 
 def shown(name: str) -> Any:
@@ -278,7 +321,11 @@ def prose(text: str) -> str:
 def anchors(text: str) -> set[str]:
     """The anchors that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", prose(text), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {anchor(heading) for heading in headings}
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def test_emitted_code_is_up_to_date() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from spikefuse.train import ConfigError, TrainConfig, from_python
+from spikefuse.train import ConfigError, TrainConfig, from_python, plots
 from tests.processes import finish, torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -92,6 +92,13 @@ def test_cart_pole() -> None:
     assert last > 1.5 * first
 
 
+def test_online_adaptation() -> None:
+    trained, drifted, adapted = program("online_adaptation").main(steps=40, adaptation=400)
+    assert trained < 0.3
+    assert drifted > 0.8
+    assert adapted < 0.6
+
+
 def test_streaming() -> None:
     right, mean_steps = program("streaming").main(steps=100, sure=0.9, count=50)
     assert right > 0.7
@@ -112,6 +119,7 @@ def test_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return train(config, *arguments)
 
     monkeypatch.setattr(from_python.run, "train", counted)
+    monkeypatch.setattr(plots, "_save", lambda figure, path: path.touch())  # drawing takes longer
     pairs = [(1e-5, 0.25), (1e-5, 0.5), (1e-2, 0.25), (1e-2, 0.5)]
     with pytest.raises(KeyboardInterrupt):
         example.main(str(tmp_path), epochs=2)
@@ -131,6 +139,12 @@ def test_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(
         1e-5 <= row["lr"] <= 1e-2 and 0.25 <= row["decay"] <= 0.5 for row in example.drawn(9)
     )
+
+
+def test_stdp_digits(tmp_path: Path) -> None:
+    plot = tmp_path / "fields.png"
+    assert program("stdp_digits").main(neurons=40, epochs=1, num_steps=20, plot=str(plot)) > 0.5
+    assert plot.stat().st_size > 1000
 
 
 def test_several_gpus() -> None:

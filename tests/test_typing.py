@@ -51,7 +51,8 @@ def test_pyright() -> None:
     assert errors("pyright", *python, TYPED / "good.py", TYPED / "bad.py") == expected()
 
 
-SHOWN = ("LIF", "ALIF", "PLIF", "IF", "Temporal", "Recurrent", "fuse", "convert", "load", "to_nir")
+SHOWN = ["LIF", "ALIF", "PLIF", "IF", "Temporal", "Recurrent", "fuse", "convert", "load", "to_nir"]
+SHOWN += ["models.resnet18", "models.vggsnn", "models.sdt_v2_31m"]
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -65,7 +66,9 @@ def test_editors(name: str) -> None:
     assert not {"args", "kwargs", "firing"} & set(shown)
 
 
-@pytest.mark.parametrize("name", ["data", "models", "plots", "train", "surrogate", "memory"])
+@pytest.mark.parametrize(
+    "name", ["data", "models", "plots", "train", "surrogate", "memory", "plasticity"]
+)
 def test_completions(name: str) -> None:
     jedi = pytest.importorskip("jedi", reason="jedi is not installed: pip install jedi")
     code = f"import spikefuse as sf\nsf.{name}."

@@ -73,7 +73,8 @@ for j in tl.static_range(WEIGHTS):
 # L2 cache.
 SEND = """\
 if REGISTERS:
-    sent = {s}.to({s}_ptr.dtype.element_ty).to(tl.float32)
+    # Lanes without a neuron may hold NaN, such as 0 / 0, which a product with 0 would spread.
+    sent = tl.where(live, {s}, 0.0).to({s}_ptr.dtype.element_ty).to(tl.float32)
 else:
     previous = {s}_ptr + t * size
     tl.debug_barrier()

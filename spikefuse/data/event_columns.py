@@ -1,4 +1,4 @@
-"""Read the columns of events in an HDF5 file, in the process of spikefuse/hdf5.py."""
+"""Read the columns of events in an HDF5 file, in the process of spikefuse/isolated.py."""
 
 from collections.abc import Iterator
 

@@ -12,18 +12,20 @@ from typing import Any
 
 import numpy as np
 
+from spikefuse import isolated
 from spikefuse.data.aedat import read_aedat2, read_aedat3
+from spikefuse.data.evt21 import is_evt21, read_evt21
 from spikefuse.data.files import (
     DataError,
     check_regular,
     damaged,
+    free_memory,
     max_content,
-    not_installed,
     opened,
     read_bytes,
-    read_hdf5,
+    read_isolated,
 )
-from spikefuse.data.recordings import Columns, Recording, make_recording
+from spikefuse.data.recordings import Columns, Recording, check_memory, make_recording
 
 # Columns and rows of a sensor.
 Sensor = tuple[int, int]
@@ -34,24 +36,32 @@ NAMES = {
     "p": ("p", "ps", "polarity", "on"),
     "t": ("t", "ts", "timestamp", "timestamps"),
 }
-# Ending of a file and its type in faery.
-FAERY = {".aedat4": "aedat", ".raw": "evt", ".dat": "dat", ".es": "es"}
-UNKNOWN = (1 << 14, 1 << 14)  # more than the coordinates of a format that may omit the sensor
+# Endings of files that faery decodes, and the layout of its events.
+FAERY = (".aedat4", ".raw", ".dat", ".es")
+EVENT = np.dtype([("t", "<u8"), ("x", "<u2"), ("y", "<u2"), ("p", "?")])
 DVS128 = (128, 128)
 
 
-def read_events(path: Path, sensor: str | None = None, size: int | None = None) -> Recording:
+def read_events(
+    path: Path,
+    sensor: str | None = None,
+    size: int | None = None,
+    reader: isolated.Reader | None = None,
+) -> Recording:
     """Read the recording in a file, with time from its first event.
 
     Args:
         path: in one of the formats of `event_folder`.
         sensor, size: as for `event_folder`.
+        reader: reads several files in one process.
 
     Raises:
         DataError: the file is missing or damaged, an event lies outside the sensor, the size of the
-            sensor is unknown, or a package is not installed.
+            sensor is unknown, a package is not installed, or the events need more memory than is
+            free.
     """
-    (x, y, p, t), found = _decode(path, _parse(sensor))
+    (x, y, p, t), found = _decode(path, _parse(sensor), reader)
+    check_memory(path, len(t))
     width, height = _known(path, found)
     if p.dtype.kind in "if":  # a decrease is -1 or 0
         p = np.where(p == -1, 0, p)
@@ -68,7 +78,7 @@ def sensor_of(path: Path, sensor: str | None = None) -> tuple[int, int]:
         DataError: as for `read_events`.
     """
     found = _parse(sensor)
-    width, height = _known(path, found or _decode(path, None)[1])
+    width, height = _known(path, found or _decode(path, None, None)[1])
     return height, width
 
 
@@ -103,8 +113,12 @@ def _scaled(recording: Recording, size: int) -> Recording:
     return Recording(x[inside], y[inside], p, t, (2, size, size))
 
 
-def _decode(path: Path, sensor: Sensor | None) -> tuple[Columns, Sensor | None]:
+def _decode(
+    path: Path, sensor: Sensor | None, reader: isolated.Reader | None
+) -> tuple[Columns, Sensor | None]:
     """Return the events of a file, and the size of the sensor if it is known."""
+    check_regular(path)
+    check_memory(path)
     ending = path.suffix.lower()
     if ending in (".aedat", ".aedat4"):
         with opened(path) as file:
@@ -112,32 +126,27 @@ def _decode(path: Path, sensor: Sensor | None) -> tuple[Columns, Sensor | None]:
         if version != b"4.0":
             return (read_aedat2(path), DVS128) if version == b"2.0" else (read_aedat3(path), sensor)
         ending = ".aedat4"
+    if ending == ".raw" and is_evt21(path):
+        columns, found = read_evt21(path)
+        return columns, sensor or found
     if ending in FAERY:
-        return _decode_by_faery(path, FAERY[ending], sensor)
+        columns, found = _decode_by_faery(path, reader)
+        return columns, sensor or found
+    if ending in HDF5:
+        return _read_hdf5(path, reader), sensor
     return OTHERS[ending](path), sensor
 
 
-def _decode_by_faery(path: Path, kind: str, sensor: Sensor | None) -> tuple[Columns, Sensor | None]:
-    try:
-        import faery
-    except ImportError as error:
-        raise not_installed(path.name, "faery", "events") from error
-    check_regular(path)
-    try:
-        stream = faery.events_stream_from_file(
-            path, dimensions_fallback=sensor or UNKNOWN, file_type=kind
-        )
-        packets = list(stream)
-        told = stream.dimensions()
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic of its decoders is no Exception; some abort
-        raise damaged(path, f"not read by faery: {error}") from error
-    packets = packets or [np.zeros(0, faery.EVENTS_DTYPE)]
-    x, y, p, t = (
-        np.concatenate([packet[name] for packet in packets]) for name in ("x", "y", "on", "t")
-    )
-    return (x, y, p, t), sensor or (None if told == UNKNOWN else told)
+def _decode_by_faery(path: Path, reader: isolated.Reader | None) -> tuple[Columns, Sensor | None]:
+    packets, num_events, free = [np.zeros(0, EVENT)], 0, free_memory()
+    with contextlib.closing(read_isolated(path, "event_packets.py", "faery", reader)) as arrays:
+        sensor = tuple(next(arrays).tolist())
+        for array in arrays:
+            packets.append(array.view(EVENT))
+            num_events += len(packets[-1])
+            check_memory(path, num_events, free)
+    x, y, p, t = (np.concatenate([packet[name] for packet in packets]) for name in "xypt")
+    return (x, y, p, t), sensor or None
 
 
 def read_saccades(path: Path) -> Columns:
@@ -172,7 +181,6 @@ def _columns(path: Path, names: Collection[str], values: Callable[[str], Any]) -
 
 
 def _read_numpy(path: Path) -> Columns:
-    check_regular(path)
     try:
         if path.suffix.lower() == ".npy":
             array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -191,9 +199,8 @@ def _read_numpy(path: Path) -> Columns:
         raise damaged(path, f"not arrays of NumPy: {error}") from error
 
 
-def _read_hdf5(path: Path) -> Columns:
-    check_regular(path)
-    with contextlib.closing(read_hdf5(path, "event_columns.py")) as columns:
+def _read_hdf5(path: Path, reader: isolated.Reader | None) -> Columns:
+    with contextlib.closing(read_isolated(path, "event_columns.py", "h5py", reader)) as columns:
         return _columns(path, "xypt", dict(zip("xypt", columns, strict=True)).__getitem__)
 
 
@@ -213,12 +220,11 @@ def _read_csv(path: Path) -> Columns:
     return _columns(path, names, lambda name: table[:, names.index(name)])
 
 
+HDF5 = (".h5", ".hdf5")
 OTHERS: Mapping[str, Callable[[Path], Columns]] = {
     ".bin": read_saccades,
-    ".h5": _read_hdf5,
-    ".hdf5": _read_hdf5,
     ".npy": _read_numpy,
     ".npz": _read_numpy,
     ".csv": _read_csv,
 }
-ENDINGS = {".aedat", *FAERY, *OTHERS}
+ENDINGS = {".aedat", *FAERY, *HDF5, *OTHERS}

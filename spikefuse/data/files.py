@@ -18,7 +18,7 @@ from typing import IO
 
 import numpy as np
 
-from spikefuse import hdf5
+from spikefuse import isolated
 
 ENVIRONMENT = "SPIKEFUSE_DATA"
 CHUNK = 1 << 20
@@ -235,6 +235,15 @@ def opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
         raise DataError(f"cannot read {path}: its content does not fit into memory") from error
 
 
+def free_memory() -> int:
+    """Return the bytes of memory that are free, without limit where there is no /proc."""
+    try:
+        lines = Path("/proc/meminfo").read_text()
+        return int(lines.partition("MemAvailable:")[2].split()[0]) << 10
+    except (OSError, IndexError, ValueError):
+        return sys.maxsize
+
+
 def read_up_to(file: IO[bytes] | gzip.GzipFile, size: int) -> bytes:
     """Read `size` bytes, or fewer at the end of a file, and allocate no more than the file has."""
     chunks = []
@@ -281,15 +290,18 @@ def not_installed(reader: str, package: str, extra: str) -> DataError:
     )
 
 
-def read_hdf5(path: Path, program: str) -> Generator[np.ndarray]:
-    """Yield the arrays that a program beside this file reads from an HDF5 file.
+def read_isolated(
+    path: Path, program: str, library: str, reader: isolated.Reader | None = None
+) -> Generator[np.ndarray]:
+    """Yield the arrays that a program beside this file reads from a file; see `isolated.arrays`.
 
     Raises:
-        DataError: the file can't be read, or h5py is not installed.
+        DataError: the file can't be read, or the library is not installed.
     """
-    if importlib.util.find_spec("h5py") is None:
-        raise not_installed(path.name, "h5py", "events")
+    if importlib.util.find_spec(library) is None:
+        raise not_installed(path.name, library, "events")
+    check_regular(path)
     try:
-        yield from hdf5.arrays(Path(__file__).with_name(program), path)
+        yield from isolated.arrays(Path(__file__).with_name(program), library, path, reader)
     except (OSError, ValueError) as error:
         raise damaged(path, str(error)) from error

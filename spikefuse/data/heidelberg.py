@@ -3,7 +3,7 @@
 Cramer, Stradmann, Schemmel, Zenke, "The Heidelberg Spiking Data Sets for the Systematic
 Evaluation of Spiking Neural Networks", IEEE TNNLS 33(7), 2022.
 
-The HDF5 files are read with h5py, in a process of its own (spikefuse/hdf5.py).
+The HDF5 files are read with h5py, in a process of its own (spikefuse/isolated.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spikefuse.data.files import damaged, find_folder, read_hdf5
+from spikefuse.data.files import damaged, find_folder, read_isolated
 from spikefuse.data.recordings import Recording, RecordingSet, make_recording
 
 PAGE = "https://zenkelab.org/datasets/"
@@ -52,7 +52,7 @@ def recordings_in(path: Path, num_classes: int) -> RecordingSet:
     Raises:
         DataError: the file is missing or damaged, or h5py is not installed.
     """
-    with contextlib.closing(read_hdf5(path, "heidelberg_file.py")) as arrays:
+    with contextlib.closing(read_isolated(path, "heidelberg_file.py", "h5py")) as arrays:
         labels = next(arrays)
     if len(wrong := labels[~np.isin(labels, np.arange(num_classes))]):
         raise damaged(path, f"a label {wrong[0]:g}, expected one from 0 to {num_classes - 1}")
@@ -60,7 +60,7 @@ def recordings_in(path: Path, num_classes: int) -> RecordingSet:
 
 
 def _read(path: Path) -> Iterator[Recording]:
-    arrays = read_hdf5(path, "heidelberg_file.py")
+    arrays = read_isolated(path, "heidelberg_file.py", "h5py")
     for i in range(len(next(arrays))):
         t, x = (next(arrays).astype(np.float64) for _ in range(2))
         if t.size != x.size:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from spikefuse import isolated
 from spikefuse.data.dataset import Dataset, Reader
 from spikefuse.data.event_files import ENDINGS, read_events, sensor_of
 from spikefuse.data.files import DataError
@@ -38,7 +40,7 @@ def event_folder(
     ```
 
     Folders, tables of labels and the split are as for `image_folder`. A file holds one recording,
-    in AEDAT 2.0 (of a DVS128), 3.1 or 4 (.aedat, .aedat4), Prophesee's EVT 2, EVT 3 (.raw) or DAT
+    in AEDAT 2.0 (of a DVS128), 3.1 or 4 (.aedat, .aedat4), Prophesee's EVT 2, 2.1, 3 (.raw) or DAT
     (.dat), ES (.es), the format of N-MNIST (.bin), HDF5 (.h5, .hdf5), NumPy (.npy, .npz) or CSV.
     HDF5 and .npz hold arrays x, y, p and t, in HDF5 also in a group `events`; .npy and CSV have
     fields or columns of these names. Times are in microseconds, and count from the first event.
@@ -58,29 +60,32 @@ def event_folder(
     Raises:
         DataError: the folder is missing, has fewer than two classes or a class without recordings,
             its parts differ in classes, an option is invalid, the size of the sensor is unknown, or
-            a package is not installed.
+            a package is not installed. Of `load`: a file is damaged, or has more events than fit
+            into memory.
     """
     chosen = Slicing(**slicing)
     classes, parts = list_files(Path(path).expanduser(), ENDINGS, seed)
     height, width = sensor_of(parts[0].paths[0], sensor) if size is None else (size, size)
     shape = (2, height, width)
 
-    def read_one(file: Path) -> Recording:
-        recording = read_events(file, sensor, size)
-        if recording.size != shape:
-            _, rows, columns = recording.size
-            raise DataError(
-                f"{file} is of a sensor of {columns}x{rows}, and {parts[0].paths[0]} of one of "
-                f"{width}x{height}: set size to scale all to the same"
-            )
-        return recording
+    def read_all(files: Sequence[Path]) -> Iterator[Recording]:
+        with isolated.Reader() as reader:
+            for file in files:
+                recording = read_events(file, sensor, size, reader)
+                if recording.size != shape:
+                    _, rows, columns = recording.size
+                    raise DataError(
+                        f"{file} is of a sensor of {columns}x{rows}, and {parts[0].paths[0]} of "
+                        f"one of {width}x{height}: set size to scale all to the same"
+                    )
+                yield recording
 
     def read(
         directory: Path, download: bool, sensor: str | None, size: int | None, **slicing: Any
     ) -> tuple[Frames, ...]:
         names = (f"events-{sensor or 'sensor'}-{part}" for part in PARTS[len(parts)])
         sets = (
-            RecordingSet(shape, part.labels, part.paths, partial(map, read_one, part.paths))
+            RecordingSet(shape, part.labels, part.paths, partial(read_all, part.paths))
             for part in parts
         )
         frames = Slicing(**slicing)

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from spikefuse.data.files import DataError, damaged
+from spikefuse.data.files import DataError, damaged, free_memory
 from spikefuse.data.sound import Sound
 
 # Microseconds, about 12 days: longer than any recording.
 TIME_LIMIT = 2**40
+
+# Of memory, that computing frames takes for each event.
+BYTES_PER_EVENT = 64
 
 # Coordinates x, y, polarity p and time t of events, each `[E]`.
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -75,6 +78,26 @@ class Recording:
             return self.x.astype(np.int64)
         _, height, width = self.size
         return (self.p.astype(np.int64) * height + self.y) * width + self.x
+
+
+def check_memory(path: Path, num_events: int = 0, free: int | None = None) -> None:
+    """Refuse a recording that does not fit into memory.
+
+    Args:
+        path: of the recording.
+        num_events: that have been found in it.
+        free: bytes of memory that are free; None to ask the system.
+
+    Raises:
+        DataError: the file, or computing frames of so many events, takes more.
+    """
+    free = free_memory() if free is None else free
+    needed = max(num_events * BYTES_PER_EVENT, path.stat().st_size)
+    if needed > free:
+        raise DataError(
+            f"{path} needs at least {needed >> 20:,} MiB of memory, and {free >> 20:,} MiB are "
+            "free: cut it into shorter recordings"
+        )
 
 
 def check_sites(columns: Columns, size: tuple[int, ...], path: Path) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 import os
 import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -97,6 +99,19 @@ def _progress(
     return iter(tqdm(events, f"{name}: frames", total, unit="rec", disable=None))
 
 
+def mapped(file: IO[bytes]) -> np.ndarray:
+    """Map a file into memory, uint8 `[bytes]`, which it may exceed.
+
+    Pages are copied on write, because torch expects writable arrays; nothing writes here.
+    """
+    if sys.platform != "linux":
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
+    # Linux would refuse a mapping that may be written and is larger than memory and swap.
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)  # without a name in 3.11
+    content = mmap.mmap(file.fileno(), 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+    return np.frombuffer(content, np.uint8)
+
+
 def _map(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """Map a file into memory after checking its header, size and checksum."""
     try:
@@ -107,8 +122,7 @@ def _map(path: Path, shape: tuple[int, ...]) -> np.ndarray:
                 size = file.tell() + math.prod(shape) + CHECKSUM_BYTES
                 whole = path.stat().st_size == size
                 if whole and header == (shape, False, np.dtype(np.uint8)):
-                    # Copy-on-write, because torch expects writable arrays; nothing writes here.
-                    frames = np.memmap(path, np.uint8, "c", file.tell(), shape)
+                    frames = mapped(file)[file.tell() : -CHECKSUM_BYTES].reshape(shape)
                     file.seek(-CHECKSUM_BYTES, os.SEEK_END)
                     if zlib.crc32(frames.data) == int.from_bytes(file.read(), "little"):
                         return frames

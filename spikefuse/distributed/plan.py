@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import attrgetter
-from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -329,4 +328,4 @@ def _measure(run: Callable[[], object]) -> float:
         graph.replay()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return median(seconds[WARMUP:])
+    return sorted(seconds[WARMUP:])[REPETITIONS // 2]

@@ -21,6 +21,7 @@ from spikefuse.nn.call import Scan, active
 from spikefuse.nn.checkpoint import is_recomputed
 from spikefuse.nn.nesting import map_tensors
 from spikefuse.nn.neuron import scan_neuron
+from spikefuse.nn.readouts import valid
 from spikefuse.scan.layout import unflatten_steps
 from spikefuse.scan.records import Arguments, Results, Wanted
 
@@ -37,10 +38,12 @@ class Record(Mapping[str, dict[str, Any]]):
 
     Attributes:
         calls: for each name, the values of every call, in order.
+        lengths: steps of each sample, of padded sequences.
     """
 
     def __init__(self) -> None:
         self.calls: dict[str, list[dict[str, Any]]] = {}
+        self.lengths: Tensor | None = None
         self._read: list[tuple[str, Tensor, int]] = []
 
     def __getitem__(self, name: str) -> dict[str, Any]:
@@ -71,9 +74,11 @@ class Record(Mapping[str, dict[str, Any]]):
     @property
     def rates(self) -> dict[str, float]:
         """The share of neurons that fire in a step, by layer of neurons. Layers whose outputs are
-        not spikes, such as the potentials of `LI`, have none."""
-        spikes = {name: s.detach() for name, s in self.of().items() if are_spikes(s)}
-        return {name: firing_rate(s) for name, s in spikes.items()}
+        not spikes, such as the potentials of `LI`, have none. Padding does not count."""
+        spikes = {name: s.detach() for name, s in self.of().items()}
+        if self.lengths is not None:
+            spikes = {name: s[valid(s, self.lengths)] for name, s in spikes.items()}
+        return {name: firing_rate(s) for name, s in spikes.items() if are_spikes(s)}
 
     def __repr__(self) -> str:
         def shown(x: Any) -> str:
@@ -107,6 +112,7 @@ def record(
     states: Names = (SPIKES,),
     layers: Names = (),
     grad: bool = False,
+    lengths: Tensor | None = None,
 ) -> Iterator[Record]:
     """Record the calls of `net` inside the `with` block.
 
@@ -141,6 +147,8 @@ def record(
         grad: whether values keep their history, for a loss on them. Otherwise they are copies
             without it. Gradients of the network's output with respect to recorded values are not
             supported.
+        lengths: of padded sequences, the steps of each sample, `[B]`, which `rates` counts. Values
+            are recorded with their padding.
 
     Yields:
         The `Record`, which is filled as the network is called.
@@ -151,6 +159,7 @@ def record(
             neuron of an `EventLinear` is asked for.
     """
     recorder = _RecordObserver(net, neurons, states, layers, grad)
+    recorder.record.lengths = lengths
     with recorder.observing():
         yield recorder.record
     recorder.record._check()

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -240,13 +239,9 @@ def arrays(tensors: Iterable[torch.Tensor | None], are_large: bool = False) -> l
             continue
         # After `x.numpy()` the memory could not be released, as `fully_shard` does with parameters
         # between forward and backward.
-        interface = {
-            "version": 3,
-            "data": (x.data_ptr(), False),
-            "shape": (size,),
-            "typestr": _TYPES[x.dtype],
-        }
-        found.append(np.asarray(SimpleNamespace(__array_interface__=interface, tensor=x)))
+        memory: Any = _Memory.from_address(x.data_ptr())
+        memory.tensor = x  # which must live as long as the array
+        found.append(np.ndarray(size, _TYPES[x.dtype], memory))
     return found
 
 
@@ -256,12 +251,14 @@ def flat(x: torch.Tensor) -> np.ndarray:
 
 
 _EMPTY = np.empty(0, np.float32)
+#: Memory from an address on; arrays of it have sizes of their own.
+_Memory = ctypes.c_char * sys.maxsize
 # Kernels read and write half precision as integers.
 _TYPES = {
-    torch.bfloat16: "<u2",
-    torch.float16: "<i2",
+    torch.bfloat16: np.dtype(np.uint16),
+    torch.float16: np.dtype(np.int16),
     **{
-        getattr(torch, name): np.dtype(name).str
+        getattr(torch, name): np.dtype(name)
         for name in ("float32", "float64", "int64", "int32", "int16", "uint8", "bool")
     },
 }

@@ -15,6 +15,7 @@ from functools import partial
 
 from torch import nn
 
+from spikefuse.models.blocks import named
 from spikefuse.models.mlp import SPLIT_LAYERS, event_mlp, mlp, split_widths
 from spikefuse.models.plain import (
     alexnet,
@@ -115,6 +116,11 @@ MODELS: dict[str, Builder] = {
     "event-mlp": event_mlp,  # three hidden layers
     **{f"event-mlp{n}": partial(event_mlp, hidden=split_widths(n)) for n in SPLIT_LAYERS if n != 3},
 }
+
+# Editors know partial functions, but `help` shows neither their names nor their parameters.
+for _name, _build in MODELS.items():
+    if isinstance(_build, partial):
+        MODELS[_name] = globals()[_name] = named(_name, _build)
 
 __all__ = [
     "MODELS",

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from inspect import signature
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor, nn
 
 MakeNeuron = Callable[[], nn.Module]
 Size = tuple[int, int]
+
+
+def named(name: str, build: partial[nn.Sequential]) -> Callable[..., nn.Sequential]:
+    """Return a function of `spikefuse.models` that calls a partial one, for `help` and pickle."""
+
+    @wraps(build.func)
+    def function(*args: Any, **kwargs: Any) -> nn.Sequential:
+        return build(*args, **kwargs)
+
+    attributes = {"__name__": name, "__qualname__": name, "__module__": "spikefuse.models"}
+    for attribute, value in {**attributes, "__signature__": signature(build)}.items():
+        setattr(function, attribute, value)
+    return function
 
 
 def conv_norm(

@@ -68,7 +68,7 @@ def qkformer(
     mlp_ratio: int = 4,
     stem: str = "cifar",
 ) -> nn.Sequential:
-    """Build QKFormer, HST-`sum(depths)`-`channels`, by default HST-4-384 for CIFAR.
+    """Build QKFormer, HST-`sum(depths)`-`channels`; `qkformer` is HST-4-384 for CIFAR.
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 

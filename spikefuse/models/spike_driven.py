@@ -57,7 +57,7 @@ def sdt(
     mlp_ratio: int = 4,
     num_poolings: int = 2,
 ) -> nn.Sequential:
-    """Build Spike-driven Transformer-`depth`-`channels`, by default 2-512 for CIFAR.
+    """Build Spike-driven Transformer-`depth`-`channels`; `sdt` is 2-512 for CIFAR.
 
     Attention heads make no difference, since the mask is per channel.
 
@@ -98,7 +98,7 @@ def sdt_v2(
     num_heads: int = 8,
     mlp_ratio: int = 4,
 ) -> nn.Sequential:
-    """Build Meta-SpikeFormer, by default the one with 15 million parameters.
+    """Build Meta-SpikeFormer, with 15, 31 or 55 million parameters.
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size; tokens have 16 x 16
     pixels.

@@ -88,7 +88,7 @@ def spikformer(
     attention_scale: float = DOUBLED * 0.125,
     num_poolings: int = 2,
 ) -> nn.Sequential:
-    """Build Spikformer-`depth`-`channels`, by default Spikformer-4-384 for CIFAR.
+    """Build Spikformer-`depth`-`channels`; `spikformer` is 4-384 for CIFAR.
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 

@@ -79,7 +79,7 @@ def spikingresformer(
     channels: tuple[int, int, int] = (64, 192, 384),
     stem: str = "imagenet",
 ) -> nn.Sequential:
-    """Build SpikingResformer, by default SpikingResformer-Ti.
+    """Build SpikingResformer, of size Ti, S, M or L.
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`. H and W are at least 16 with the stem for
     ImageNet, otherwise 4.

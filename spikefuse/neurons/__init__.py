@@ -1,8 +1,11 @@
 """Neurons: what they compute in one time step, not how. Each model has a file."""
 
 from spikefuse.neurons.ad_lif import AdLIF
+from spikefuse.neurons.adex import AdEx
 from spikefuse.neurons.alif import ALIF
 from spikefuse.neurons.alpha_lif import AlphaLIF
+from spikefuse.neurons.brf import BRF
+from spikefuse.neurons.c_silif import CSiLIF
 from spikefuse.neurons.clif import CLIF
 from spikefuse.neurons.cuba_lif import CubaLIF
 from spikefuse.neurons.definition import Neuron, State
@@ -23,9 +26,12 @@ from spikefuse.neurons.li import LI
 from spikefuse.neurons.lif import LIF, decay_from_tau
 from spikefuse.neurons.plif import PLIF
 from spikefuse.neurons.qif import QIF
+from spikefuse.neurons.rate_if import RateIF
 from spikefuse.neurons.refractory_lif import RefractoryLIF
 from spikefuse.neurons.se_ad_lif import SEAdLIF
+from spikefuse.neurons.short_term_plasticity import ShortTermPlasticity
 from spikefuse.neurons.sliding_psn import SlidingPSN
+from spikefuse.neurons.stochastic_lif import StochasticLIF
 from spikefuse.neurons.ternary_lif import TernaryLIF
 from spikefuse.neurons.two_compartment_lif import TwoCompartmentLIF
 
@@ -42,6 +48,7 @@ __all__ = [  # noqa: RUF022
     "SEAdLIF",
     "CubaLIF",
     "AlphaLIF",
+    "RateIF",
     "RefractoryLIF",
     "DelayedResetLIF",
     "KLIF",
@@ -49,11 +56,16 @@ __all__ = [  # noqa: RUF022
     "GatedLIF",
     "QIF",
     "EIF",
+    "AdEx",
     "Izhikevich",
+    "BRF",
+    "CSiLIF",
+    "StochasticLIF",
     "TernaryLIF",
     "IntegerLIF",
     "TwoCompartmentLIF",
     "LI",
+    "ShortTermPlasticity",
     "Learnable",
     "LearnableFraction",
     "LearnablePositive",

@@ -68,7 +68,10 @@ class EIF(Firing):
         self.sharpness = positive("sharpness", sharpness)
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
-        upswing = self.sharpness * torch.exp((v - self.v_rheobase) * (1 / self.sharpness))
-        h = v + (x + self.v_rest - v + upswing) * (1 / self.tau)
-        s, v = self.fire(h, self.threshold)
+        s, v = self.fire(self.charge(x, v), self.threshold)
         return s, (v,)
+
+    def charge(self, x: Tensor, v: Tensor) -> Tensor:
+        """Return the potential before the reset."""
+        upswing = self.sharpness * torch.exp((v - self.v_rheobase) * (1 / self.sharpness))
+        return v + (x + self.v_rest - v + upswing) * (1 / self.tau)

@@ -6,11 +6,14 @@ from spikefuse.events.linear import EventLinear
 from spikefuse.events.rate import scale_to_rate
 from spikefuse.events.stream import EventStream
 from spikefuse.graph.fuse import fuse
-from spikefuse.nn import encode, losses, metrics
+from spikefuse.nn import encode, losses, metrics, readouts
+from spikefuse.nn.activations import QCFS
 from spikefuse.nn.checkpoint import checkpoint
+from spikefuse.nn.delay import Delay, DelayedLinear
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.loop import Loop
-from spikefuse.nn.over_time import PSN, OverTime
+from spikefuse.nn.online import Online
+from spikefuse.nn.over_time import PSN, OverTime, StepScale
 from spikefuse.nn.parameter_groups import parameter_groups
 from spikefuse.nn.pool import MaxPool2d
 from spikefuse.nn.recurrent import Recurrent
@@ -19,15 +22,20 @@ from spikefuse.nn.temporal import Temporal
 
 __all__ = [
     "PSN",
+    "QCFS",
     "Block",
+    "Delay",
+    "DelayedLinear",
     "EventLinear",
     "EventStream",
     "Events",
     "Feedback",
     "Loop",
     "MaxPool2d",
+    "Online",
     "OverTime",
     "Recurrent",
+    "StepScale",
     "Stream",
     "Temporal",
     "checkpoint",
@@ -36,5 +44,6 @@ __all__ = [
     "losses",
     "metrics",
     "parameter_groups",
+    "readouts",
     "scale_to_rate",
 ]

@@ -1,4 +1,5 @@
-"""Pointwise activations: layers of torch.nn, and the functions and methods that do the same."""
+"""Pointwise activations: layers of torch.nn, the functions and methods that do the same, and a
+quantized one."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 _NAMES: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
@@ -46,3 +47,48 @@ METHODS: dict[str, type[nn.Module]] = {
     for name in (base, f"{base}_")
     if hasattr(torch.Tensor, name)
 }
+
+
+class QCFS(nn.Module):
+    """Quantized ReLU that a spiking neuron computes exactly in `levels` steps.
+
+    Equation, with the learned `threshold`::
+
+        y = threshold * clip(floor(levels * x / threshold + 0.5) / levels, 0, 1)
+
+    Gradients pass the floor as if it were not there. `sf.from_ann` takes the learned threshold.
+
+    Shapes: `x`, `y`: `[B, ...]`.
+
+    Source: Bu et al., "Optimal ANN-SNN Conversion for High-accuracy and Ultra-low-latency Spiking
+    Neural Networks", ICLR 2022 (quantization clip-floor-shift).
+
+    Example::
+
+        relu = sf.nn.QCFS(threshold=2.0, levels=4)
+        y = relu(torch.tensor([0.3, 0.6, 5.0]))  # 0.5, 0.5, 2.0
+
+    Args:
+        threshold: the highest output at first.
+        levels: number of levels above 0.
+
+    Raises:
+        ValueError: an argument is not positive.
+    """
+
+    def __init__(self, threshold: float = 1.0, levels: int = 4) -> None:
+        super().__init__()
+        if not (threshold > 0 and levels >= 1):
+            raise ValueError(
+                f"threshold, levels are {threshold}, {levels}: expected positive numbers"
+            )
+        self.threshold = nn.Parameter(torch.tensor(float(threshold)))
+        self.levels = levels
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x / self.threshold).clamp(0, 1) * self.levels
+        y = y + (torch.floor(y + 0.5) - y).detach()
+        return y * (self.threshold / self.levels)
+
+    def extra_repr(self) -> str:
+        return f"levels={self.levels}"

@@ -34,10 +34,10 @@ class TemporalCall:
 
     Attributes:
         num_steps: T.
-        names: the neurons' names, by id.
+        names: of the layers with states, by id.
         batch: B.
-        initial: the initial states by neuron, None to start from rest.
-        final: whether neurons return their final states, which go to `finals` by name.
+        initial: the initial states by name, None to start from rest.
+        final: whether layers return their final states, which go to `finals` by name.
         passing: where first states come from if other processes hold the steps before and after.
         network: that is called.
         policy: what layers save for backward; None for `Recompute()`.
@@ -80,6 +80,25 @@ class TemporalCall:
                 "a list"
             )
 
+    def name_of(self, layer: nn.Module) -> str:
+        """The name of a layer with a state.
+
+        Raises:
+            ValueError: it is not in the network, or was called before.
+        """
+        name = self.names.get(id(layer))
+        if name is None:
+            raise ValueError(
+                f"{type(layer).__name__} has a state, but is not a submodule of the network: make "
+                "it an attribute of a module, and use nn.ModuleList in place of a list"
+            )
+        if name in self.finals:
+            raise ValueError(
+                f"layer '{name}' is called twice in one step, so its state is ambiguous: "
+                "use one module per call"
+            )
+        return name
+
     def unfolded(
         self, neuron: nn.Module, arguments: Arguments[Tensor], wanted: Wanted
     ) -> tuple[Arguments[Tensor], Wanted]:
@@ -92,10 +111,7 @@ class TemporalCall:
             raise ValueError("inside Temporal, pass state= and return_state= to the container")
         steps, name = self.num_steps, self.names[id(neuron)]
         if name in self.finals:
-            raise ValueError(
-                f"neuron '{name}' is called twice in one step, so its state is ambiguous: "
-                "use one module per call"
-            )
+            self.name_of(neuron)  # raises the error
         inputs = []
         for x in arguments.inputs:
             if x.ndim == 0 or x.shape[0] % steps:

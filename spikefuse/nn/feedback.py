@@ -17,6 +17,7 @@ from spikefuse.nn.neuron import (
     refuse_class,
     scan_neuron,
 )
+from spikefuse.nn.over_time import OnSequences
 from spikefuse.nn.recurrent import NO_SHARDS
 from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.records import Arguments, Results, Wanted
@@ -58,8 +59,11 @@ class Feedback(nn.Module):
     def __init__(self, body: nn.Module, neuron: Neuron) -> None:
         super().__init__()
         check_module("body", body)
-        if any(isinstance(module, Neuron) for module in body.modules()):
-            raise ValueError("body contains a neuron, whose state would be lost after each step")
+        if any(isinstance(module, Neuron | OnSequences) for module in body.modules()):
+            raise ValueError(
+                "body contains a neuron, or a layer of several time steps, whose state would be "
+                "lost after each step: use sf.Loop"
+            )
         refuse_class("neuron", neuron)
         if not isinstance(neuron, Neuron) or len(type(neuron).input_names) != 1:
             raise TypeError(f"neuron is {neuron!r}: expected an instance of a neuron of one input")
@@ -76,7 +80,7 @@ class Feedback(nn.Module):
     ) -> Any:
         names = () if outputs is None else checked_names(outputs)
         wanted = Wanted(return_state, outputs=names, impl=impl)
-        return call_neuron(self.neuron, self._scan, Arguments((x,), state), wanted)
+        return call_neuron(self.neuron, self.scan, Arguments((x,), state), wanted)
 
     def receive(self, x: Tensor, spikes: Tensor) -> Tensor:
         """Return what the neurons receive in one step, of the shape of `x`."""
@@ -94,8 +98,12 @@ class Feedback(nn.Module):
             )
         return x + sent
 
-    def _scan(self, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
-        neuron, (x,), state = self.neuron, arguments.inputs, arguments.states
+    def scan(
+        self, arguments: Arguments[Tensor], wanted: Wanted, neuron: Neuron | None = None
+    ) -> Results[Tensor]:
+        """Run the layer, perhaps with another neuron."""
+        neuron = neuron or self.neuron
+        (x,), state = arguments.inputs, arguments.states
         if arguments.passing is not None:
             raise ValueError(NO_SHARDS)
         backend = backend_of(arguments.inputs, wanted.impl)

@@ -12,10 +12,10 @@ from spikefuse.neurons.definition import States
 from spikefuse.nn.call import TemporalCall
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.over_time import OnSequences
-from spikefuse.nn.temporal import neurons_of
+from spikefuse.nn.temporal import layers_with_states
 from spikefuse.scan.checks import call_untraced
 
-#: The last outputs, and the states of the neurons by name.
+#: The last outputs, and the states by name.
 LoopState = tuple[tuple[Tensor, ...], dict[str, States]]
 
 
@@ -27,9 +27,10 @@ class Loop(OnSequences):
 
         y[t] = body(x[t], y[t - 1])
 
-    Time is a Python loop of T calls of `body`, whose neurons keep their states in between.
-    Gradients flow through all steps. `sf.graph_step` records the loop, which removes the cost of
-    the calls on a GPU; `Recurrent` takes one launch for a matrix.
+    Time is a Python loop of T calls of `body`, whose neurons and delays keep their states in
+    between. Gradients flow through all steps. `sf.graph_step` records the loop, which removes the
+    cost of the calls on a GPU; `Recurrent` takes one launch for a matrix. Inside `Temporal`, the
+    last outputs are a state by the loop's name, and the layers in `body` have their own.
 
     Example::
 
@@ -48,15 +49,16 @@ class Loop(OnSequences):
 
     Args:
         body: a module from one step of the input, `[B, ...]`, and the last outputs to the new
-            outputs, a tensor or a tuple. Each of its neurons is called once in a step. A batch norm
-            in training mode takes the statistics of one step.
+            outputs, a tensor or a tuple. Each layer with a state is called once in a step. A batch
+            norm in training mode takes the statistics of one step.
         shapes: the shape of each output, without B.
 
     Call: `y = loop(x, state=None, return_state=False)`
 
     Args:
         x: `[T, B, ...]`, inside `Temporal` `[T*B, ...]`.
-        state: outputs and states after a call before, or None to start from rest.
+        state: outputs and states after a call before, or None to start from rest; inside
+            `Temporal`, pass it to the container.
         return_state: also return the final state.
 
     Returns:
@@ -74,37 +76,63 @@ class Loop(OnSequences):
             raise ValueError("shapes is empty: pass the shape of each output of body, without B")
         self.body, self.shapes = body, tuple(map(tuple, shapes))
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The names of the last outputs; the states of the body are those of its layers."""
+        return tuple(f"output{i}" for i in range(len(self.shapes)))
+
     def forward(  # type: ignore[override]
         self, x: Tensor, state: LoopState | None = None, return_state: bool = False
     ) -> Any:
         if state is None and not return_state:
             return super().forward(x)
-        outputs, state = call_untraced(self._run, x, state)
-        return (outputs, state) if return_state else outputs
+        last, states = state or ((), {})
+        outputs, last, finals = call_untraced(self._run, x, last, states)
+        return (outputs, (last, {**states, **finals})) if return_state else outputs
 
     def over_time(self, x: Tensor) -> Any:  # type: ignore[override]
-        return call_untraced(self._run, x, None)[0]
+        return call_untraced(self._run, x, (), {})[0]
 
     def extra_repr(self) -> str:
         return f"shapes={self.shapes}"
 
-    def _run(self, x: Tensor, state: LoopState | None) -> tuple[Any, LoopState]:
-        neurons = neurons_of(self.body)
-        names = dict(zip(map(id, neurons.values()), neurons, strict=True))
-        batch = x.shape[1]
-        if state is None:
-            state = tuple(x.new_zeros(batch, *shape) for shape in self.shapes), {}
-        last, states = state
-        steps = []
+    def _over_time(self, inputs: Sequence[Tensor], call: TemporalCall | None) -> Any:
+        if call is None or not call.has_states:
+            return super()._over_time(inputs, call)
+        name, states = call.name_of(self), call.initial or {}
+        last = states.get(name, ())
+        outputs, last, finals = call_untraced(self._run, *inputs, last, states, call.names)
+        call.finals.update({**finals, name: last})
+        return outputs
+
+    def _run(
+        self,
+        x: Tensor,
+        last: States,
+        states: dict[str, States],
+        names: dict[int, str] | None = None,
+    ) -> tuple[Any, States, dict[str, States]]:
+        """Return the outputs, those of the last step, and the final states by the layers' names.
+
+        Args:
+            last: the outputs of the step before; empty at rest.
+            states: the states after it, by name.
+            names: of the layers, by id; None for those in the body.
+        """
+        if names is None:
+            layers = layers_with_states(self.body)
+            names = dict(zip(map(id, layers.values()), layers, strict=True))
+        batch, finals, steps = x.shape[1], dict[str, States](), []
+        last = last or tuple(x.new_zeros(batch, *shape) for shape in self.shapes)
         for now in x.unbind(0):
-            call = TemporalCall(1, names, batch, initial=states or None, final=True)
+            call = TemporalCall(1, names, batch, initial={**states, **finals} or None, final=True)
             with call:
                 found = self.body(now, *last)
             last = self._outputs(found, batch)
-            states = {**states, **call.finals}
+            finals.update(call.finals)
             steps.append(last)
         outputs = tuple(map(torch.stack, zip(*steps, strict=True)))
-        return (outputs if len(outputs) > 1 else outputs[0]), (last, states)
+        return outputs if len(outputs) > 1 else outputs[0], last, finals
 
     def _outputs(self, found: Any, batch: int) -> tuple[Tensor, ...]:
         outputs = (found,) if isinstance(found, Tensor) else tuple(found)

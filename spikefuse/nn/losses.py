@@ -6,6 +6,9 @@ targets are class indices `[B]`, integers, or class probabilities `[B, N]`, such
 `p correct + (1 - p) incorrect`. Each loss is a scalar, a mean over the batch, and computed in
 float32, or in float64 for outputs in float64. For class weights or other reductions, call
 `torch.nn.functional.cross_entropy` on the same arguments.
+
+Of padded sequences, `lengths` `[B]` are the numbers of steps, integers from 1 to T. Each sample
+then has the loss of its own steps: in its equation, T is its length.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spikefuse.nn import readouts
+from spikefuse.nn.readouts import Lengths
 
-def ce_count(spikes: Tensor, target: Tensor) -> Tensor:
+
+def ce_count(spikes: Tensor, target: Tensor, lengths: Lengths = None) -> Tensor:
     """Compute the cross-entropy of spike counts: `CE(sum_t s[t], target)`.
 
     Source: Eshraghian et al., "Training Spiking Neural Networks Using Lessons From Deep Learning",
@@ -26,15 +32,18 @@ def ce_count(spikes: Tensor, target: Tensor) -> Tensor:
     Args:
         spikes: `[T, B, N]`, N neurons, one per class.
         target: class indices `[B]`, integers, or class probabilities `[B, N]`.
+        lengths: steps of each sample, `[B]`, integers; None for T.
 
     Raises:
         TypeError, ValueError: wrong dtypes or shapes.
     """
     spikes, target = _checked(spikes, target)
-    return F.cross_entropy(spikes.sum(0), target)
+    return F.cross_entropy(readouts.sum(spikes, lengths), target)
 
 
-def ce_rate(x: Tensor, target: Tensor, weight: float = 0.0, level: float = 1.0) -> Tensor:
+def ce_rate(
+    x: Tensor, target: Tensor, weight: float = 0.0, level: float = 1.0, lengths: Lengths = None
+) -> Tensor:
     """Compute the mean over time of each step's cross-entropy, the TET loss.
 
     Equation, with λ the `weight` and φ the `level`::
@@ -50,6 +59,7 @@ def ce_rate(x: Tensor, target: Tensor, weight: float = 0.0, level: float = 1.0) 
         target: class indices `[B]`, integers, or class probabilities `[B, N]`.
         weight: of the term that pulls the outputs to `level`, in [0, 1].
         level: in the unit of `x`.
+        lengths: steps of each sample, `[B]`, integers; None for T.
 
     Raises:
         TypeError, ValueError: wrong dtypes or shapes, or `weight` is out of range.
@@ -57,12 +67,15 @@ def ce_rate(x: Tensor, target: Tensor, weight: float = 0.0, level: float = 1.0) 
     if not 0 <= weight <= 1:
         raise ValueError(f"weight is {weight!r}: expected a number in [0, 1]")
     x, target = _checked(x, target)
+    x = readouts.filled(x, lengths, 0)  # whose gradients would be NaN times 0, if it is NaN
     labels = target.expand(len(x), *target.shape).flatten(0, 1)
-    loss = F.cross_entropy(x.flatten(0, 1), labels)
-    return loss if weight == 0 else (1 - weight) * loss + weight * (x - level).square().mean()
+    losses = F.cross_entropy(x.flatten(0, 1), labels, reduction="none").view(x.shape[:2])
+    if weight != 0:
+        losses = (1 - weight) * losses + weight * (x - level).square().mean(2)
+    return readouts.mean(losses, lengths).mean()
 
 
-def ce_max_membrane(v: Tensor, target: Tensor) -> Tensor:
+def ce_max_membrane(v: Tensor, target: Tensor, lengths: Lengths = None) -> Tensor:
     """Compute the cross-entropy of the highest potentials: `CE(max_t v[t], target)`.
 
     Source: Cramer et al., "The Heidelberg Spiking Data Sets for the Systematic Evaluation of
@@ -71,16 +84,21 @@ def ce_max_membrane(v: Tensor, target: Tensor) -> Tensor:
     Args:
         v: potentials `[T, B, N]`, such as those of `sf.LI` or of `outputs=("v",)`.
         target: class indices `[B]`, integers, or class probabilities `[B, N]`.
+        lengths: steps of each sample, `[B]`, integers; None for T.
 
     Raises:
         TypeError, ValueError: wrong dtypes or shapes.
     """
     v, target = _checked(v, target)
-    return F.cross_entropy(v.amax(0), target)
+    return F.cross_entropy(readouts.max(v, lengths), target)
 
 
 def mse_count(
-    spikes: Tensor, target: Tensor, correct_rate: float = 1.0, incorrect_rate: float = 0.0
+    spikes: Tensor,
+    target: Tensor,
+    correct_rate: float = 1.0,
+    incorrect_rate: float = 0.0,
+    lengths: Lengths = None,
 ) -> Tensor:
     """Compute the squared error of spike counts, `1/T mean_{b,n} (sum_t s[t] - T r)^2`.
 
@@ -94,16 +112,20 @@ def mse_count(
         spikes: `[T, B, N]`, N neurons, one per class.
         target: class indices `[B]`, integers, or class probabilities `[B, N]`.
         correct_rate, incorrect_rate: spikes per step, in [0, 1].
+        lengths: steps of each sample, `[B]`, integers; None for T.
 
     Raises:
         TypeError, ValueError: wrong dtypes or shapes.
     """
     spikes, target = _checked(spikes, target)
-    wanted = _per_class(spikes, target, len(spikes) * correct_rate, len(spikes) * incorrect_rate)
-    return F.mse_loss(spikes.sum(0), wanted) / len(spikes)
+    steps = readouts.steps_of(spikes, lengths)
+    wanted = steps * _per_class(spikes, target, correct_rate, incorrect_rate)
+    return ((readouts.sum(spikes, lengths) - wanted).square() / steps).mean()
 
 
-def mse_membrane(v: Tensor, target: Tensor, correct: float = 1.0, incorrect: float = 0.0) -> Tensor:
+def mse_membrane(
+    v: Tensor, target: Tensor, correct: float = 1.0, incorrect: float = 0.0, lengths: Lengths = None
+) -> Tensor:
     """Compute the squared error of potentials at all steps: `mean_{t,b,n} (v[t] - w)^2`.
 
     w is the desired potential of a neuron: `correct` for that of the target, `incorrect` for all
@@ -115,15 +137,17 @@ def mse_membrane(v: Tensor, target: Tensor, correct: float = 1.0, incorrect: flo
         v: potentials `[T, B, N]` of N neurons, one per class.
         target: class indices `[B]`, integers, or class probabilities `[B, N]`.
         correct, incorrect: potentials, in the unit of `v`.
+        lengths: steps of each sample, `[B]`, integers; None for T.
 
     Raises:
         TypeError, ValueError: wrong dtypes or shapes.
     """
     v, target = _checked(v, target)
-    return F.mse_loss(v, _per_class(v, target, correct, incorrect).expand_as(v))
+    errors = readouts.filled(v, lengths, 0) - _per_class(v, target, correct, incorrect)
+    return readouts.mean(errors.square(), lengths).mean()
 
 
-def ce_temporal(spikes: Tensor, target: Tensor) -> Tensor:
+def ce_temporal(spikes: Tensor, target: Tensor, lengths: Lengths = None) -> Tensor:
     """Compute the cross-entropy of negative first spike times: `CE(-first_spike_time(s), target)`.
 
     The earliest neuron should be that of the target. See `first_spike_time` for the gradient and
@@ -135,16 +159,21 @@ def ce_temporal(spikes: Tensor, target: Tensor) -> Tensor:
     Args:
         spikes: `[T, B, N]`, N neurons, one per class.
         target: class indices `[B]`, integers, or class probabilities `[B, N]`.
+        lengths: steps of each sample, `[B]`, integers; None for T.
 
     Raises:
         TypeError, ValueError: wrong dtypes or shapes.
     """
     spikes, target = _checked(spikes, target)
-    return F.cross_entropy(-first_spike_time(spikes), target)
+    return F.cross_entropy(-first_spike_time(spikes, lengths), target)
 
 
 def mse_temporal(
-    spikes: Tensor, target: Tensor, correct: float = 0.0, incorrect: float | None = None
+    spikes: Tensor,
+    target: Tensor,
+    correct: float = 0.0,
+    incorrect: float | None = None,
+    lengths: Lengths = None,
 ) -> Tensor:
     """Compute the squared error of first spike times over T: `mean_{b,n} ((t - w) / T)^2`.
 
@@ -157,18 +186,18 @@ def mse_temporal(
         spikes: `[T, B, N]`, N neurons, one per class.
         target: class indices `[B]`, integers, or class probabilities `[B, N]`.
         correct, incorrect: times in steps; None for T, no spike at all.
+        lengths: steps of each sample, `[B]`, integers; None for T.
 
     Raises:
         TypeError, ValueError: wrong dtypes or shapes.
     """
     spikes, target = _checked(spikes, target)
-    times, num_steps = first_spike_time(spikes), len(spikes)
-    late = num_steps if incorrect is None else incorrect
-    wanted = _per_class(spikes, target, correct, late)
-    return F.mse_loss(times / num_steps, wanted / num_steps)
+    steps = readouts.steps_of(spikes, lengths)
+    wanted = _per_class(spikes, target, correct, steps if incorrect is None else incorrect)
+    return ((first_spike_time(spikes, lengths) - wanted) / steps).square().mean()
 
 
-def first_spike_time(spikes: Tensor) -> Tensor:
+def first_spike_time(spikes: Tensor, lengths: Lengths = None) -> Tensor:
     """Return the step of each neuron's first spike, 0 to T - 1, or T where there is none.
 
     The time has no derivative. Backward passes -1 times its gradient to the first spike: more drive
@@ -179,33 +208,34 @@ def first_spike_time(spikes: Tensor) -> Tensor:
 
     Args:
         spikes: `[T, ...]`, zeros and other values, floating point.
+        lengths: steps of each sample, `[B]`, integers; None for T.
 
     Returns:
         `[...]`, float32, or float64 for spikes in float64.
     """
-    times: Tensor = _FirstSpikeTime.apply(spikes)
+    steps = readouts.steps_of(spikes, lengths)
+    times: Tensor = _FirstSpikeTime.apply(readouts.filled(spikes, lengths, 0), steps)
     return times
 
 
 class _FirstSpikeTime(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, spikes: Tensor) -> Tensor:
+    def forward(ctx: Any, spikes: Tensor, steps: Tensor | int) -> Tensor:
         fired = spikes != 0
         # argmax gives the first of several maxima.
-        first = torch.where(fired.any(0), fired.to(torch.uint8).argmax(0), len(spikes))
-        ctx.save_for_backward(first)
+        first = torch.where(fired.any(0), fired.to(torch.uint8).argmax(0), steps)
+        ctx.save_for_backward(first.clamp(max=steps - 1))
         ctx.num_steps, ctx.dtype = len(spikes), spikes.dtype
-        return first.to(_precise(spikes))
+        return first.to(readouts.precise(spikes))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (first,) = ctx.saved_tensors
-        step = first.clamp(max=ctx.num_steps - 1).unsqueeze(0)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (step,) = ctx.saved_tensors
         zeros = grad.new_zeros(ctx.num_steps, *grad.shape, dtype=ctx.dtype)
-        return zeros.scatter_(0, step, -grad.unsqueeze(0).to(ctx.dtype))
+        return zeros.scatter_(0, step.unsqueeze(0), -grad.unsqueeze(0).to(ctx.dtype)), None
 
 
-def l1_activity(spikes: Tensor) -> Tensor:
+def l1_activity(spikes: Tensor, lengths: Lengths = None) -> Tensor:
     """Compute the mean of non-negative spikes, `mean_{t,b,n} s`: their L1 norm, as a rate per step.
 
     The gradient is the same at each neuron and step, whether it fired or not. snnTorch's
@@ -215,23 +245,27 @@ def l1_activity(spikes: Tensor) -> Tensor:
     Instilling Complex Function in Spiking Neural Networks", Neural Computation 33, 2021.
 
     Args:
-        spikes: of any shape, such as a layer's in `sf.record(net, grad=True)`.
+        spikes: `[T, ...]`, such as a layer's in `sf.record(net, grad=True)`.
+        lengths: steps of each sample, `[B]`, integers; None for T.
     """
-    return spikes.mean(dtype=_precise(spikes))
+    return readouts.mean(spikes, lengths).mean()
 
 
-def l2_activity(spikes: Tensor) -> Tensor:
+def l2_activity(spikes: Tensor, lengths: Lengths = None) -> Tensor:
     """Compute the mean squared rate, `mean_{b,n} (1/T sum_t s[t])^2`: busy neurons cost most.
 
     Source: as for `l1_activity`.
 
     Args:
         spikes: `[T, ...]`, such as a layer's in `sf.record(net, grad=True)`.
+        lengths: steps of each sample, `[B]`, integers; None for T.
     """
-    return spikes.mean(0, dtype=_precise(spikes)).square().mean()
+    return readouts.mean(spikes, lengths).square().mean()
 
 
-def rate_bounds(spikes: Tensor, lower: float = 0.0, upper: float = 1.0) -> Tensor:
+def rate_bounds(
+    spikes: Tensor, lower: float = 0.0, upper: float = 1.0, lengths: Lengths = None
+) -> Tensor:
     """Penalize neurons that fire too little or too much:
     `mean_n max(0, lower - r_n)^2 + max(0, r_n - upper)^2`.
 
@@ -243,13 +277,14 @@ def rate_bounds(spikes: Tensor, lower: float = 0.0, upper: float = 1.0) -> Tenso
     Args:
         spikes: `[T, B, ...]`, such as a layer's in `sf.record(net, grad=True)`.
         lower, upper: rates, in spikes per step.
+        lengths: steps of each sample, `[B]`, integers; None for T.
 
     Raises:
         ValueError: `lower` is greater than `upper`.
     """
     if lower > upper:
         raise ValueError(f"lower is {lower} and upper {upper}: expected lower <= upper")
-    rate = spikes.mean((0, 1), dtype=_precise(spikes))
+    rate = readouts.mean(spikes, lengths).mean(0)
     return ((lower - rate).relu().square() + (rate - upper).relu().square()).mean()
 
 
@@ -274,20 +309,14 @@ def pool_population(x: Tensor, num_classes: int) -> Tensor:
         raise ValueError(
             f"num_classes is {num_classes} for {x.shape[-1]} neurons: expected a divisor of them"
         )
-    return x.unflatten(-1, (num_classes, -1)).sum(-1, dtype=_precise(x))
+    return x.unflatten(-1, (num_classes, -1)).sum(-1, dtype=readouts.precise(x))
 
 
-def _per_class(x: Tensor, target: Tensor, correct: float, incorrect: float) -> Tensor:
+def _per_class(x: Tensor, target: Tensor, correct: float, incorrect: float | Tensor) -> Tensor:
     """Return `[B, N]`: `correct` for the neuron of each target, `incorrect` for all others."""
-    if target.ndim == 2:
-        return incorrect + (correct - incorrect) * target
-    wanted = x.new_full(x.shape[1:], incorrect)
-    return wanted.scatter_(1, target.unsqueeze(1), correct)
-
-
-def _precise(x: Tensor) -> torch.dtype:
-    """Return the dtype of sums over time: bfloat16 counts to 256 only."""
-    return torch.promote_types(x.dtype, torch.float32)
+    if target.ndim == 1:
+        target = x.new_zeros(x.shape[1:]).scatter_(1, target.unsqueeze(1), 1.0)
+    return incorrect + (correct - incorrect) * target
 
 
 def _checked(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -306,5 +335,5 @@ def _checked(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
             f"target is {target.dtype} {list(target.shape)}: expected a class index for each of "
             f"{num} samples, [{num}], or floating-point class probabilities {list(x.shape[1:])}"
         )
-    dtype = _precise(x)
+    dtype = readouts.precise(x)
     return x.to(dtype), target.to(dtype if is_soft else torch.int64)

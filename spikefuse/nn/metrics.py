@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spikefuse.nn import readouts
 from spikefuse.nn.losses import first_spike_time
+from spikefuse.nn.readouts import Lengths
 
 
-def accuracy_by_rate(spikes: Tensor, target: Tensor) -> Tensor:
+def accuracy_by_rate(spikes: Tensor, target: Tensor, lengths: Lengths = None) -> Tensor:
     """Return the share of samples whose target fires most: `mean_b [argmax_n sum_t s = target]`.
 
     Of several neurons that fire as often, the first one counts.
@@ -16,6 +18,7 @@ def accuracy_by_rate(spikes: Tensor, target: Tensor) -> Tensor:
     Args:
         spikes: `[T, B, N]`, N neurons, one per class; or potentials.
         target: class indices `[B]`, integers.
+        lengths: steps of each sample, `[B]`, integers; None for T.
 
     Returns:
         A scalar, float32, on the device of the spikes.
@@ -24,11 +27,10 @@ def accuracy_by_rate(spikes: Tensor, target: Tensor) -> Tensor:
         TypeError, ValueError: wrong dtypes or shapes.
     """
     _check(spikes, target)
-    counts = spikes.sum(0, dtype=torch.promote_types(spikes.dtype, torch.float32))
-    return (counts.argmax(-1) == target).float().mean()
+    return (readouts.sum(spikes, lengths).argmax(-1) == target).float().mean()
 
 
-def accuracy_by_first_spike(spikes: Tensor, target: Tensor) -> Tensor:
+def accuracy_by_first_spike(spikes: Tensor, target: Tensor, lengths: Lengths = None) -> Tensor:
     """Return the share of samples whose target fires first: `mean_b [argmin_n t_n = target]`.
 
     Of several neurons that fire at the same step, the first one counts. A sample without a spike
@@ -37,6 +39,7 @@ def accuracy_by_first_spike(spikes: Tensor, target: Tensor) -> Tensor:
     Args:
         spikes: `[T, B, N]`, N neurons, one per class.
         target: class indices `[B]`, integers.
+        lengths: steps of each sample, `[B]`, integers; None for T.
 
     Returns:
         A scalar, float32, on the device of the spikes.
@@ -45,8 +48,9 @@ def accuracy_by_first_spike(spikes: Tensor, target: Tensor) -> Tensor:
         TypeError, ValueError: wrong dtypes or shapes.
     """
     _check(spikes, target)
-    time, first = first_spike_time(spikes.detach()).min(-1)
-    return torch.where(time < len(spikes), first == target, False).float().mean()
+    first = first_spike_time(spikes.detach(), lengths).min(-1).indices
+    fires = readouts.filled(spikes, lengths, 0).any(0).any(-1)
+    return (fires & (first == target)).float().mean()
 
 
 def _check(spikes: Tensor, target: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,29 +11,69 @@ from torch import Tensor, nn
 
 from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.surrogate import Sigmoid, Surrogate
-from spikefuse.nn.call import active
+from spikefuse.nn.call import TemporalCall, active
+from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.layout import flatten_steps, unflatten_steps
 
 
 class OnSequences(nn.Module):
-    """Base of layers that get whole sequences, also inside `Temporal`."""
+    """Base of layers that get whole sequences, also inside `Temporal`.
+
+    Attributes:
+        history: how many steps of its only input before a step a causal layer needs. Before the
+            first step they are 0; `Temporal` and `Stream` carry them as its state, `[B, history,
+            ...]`. None for layers that need the whole sequence in one call.
+    """
+
+    history: int | None = None
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The names of the states, tensors `[B, ...]`; none for a layer that carries no state."""
+        return () if self.history is None else ("history",)
 
     def over_time(self, *inputs: Tensor) -> Any:
-        """Return the result `[T, B, ...]`, or a tuple, for inputs `[T, B, ...]`."""
+        """Return the result `[T, B, ...]`, or a tuple, for inputs `[T, B, ...]`, which begin with
+        the steps of the history, `[history + T, B, ...]`, if there is one."""
         raise NotImplementedError
 
+    @leaf
     def forward(self, *inputs: Tensor) -> Any:
         call = active.call
         if call is None:
-            return self._checked(self.over_time(*inputs), inputs[0].shape[:2])
-        if call.has_states or call.passing is not None:
+            return self._over_time(inputs, None)
+        if call.passing is not None:
+            raise ValueError(
+                f"{type(self).__name__} needs all time steps in one process: use data parallelism"
+            )
+        if call.has_states and not self.state_names:
             raise ValueError(
                 f"{type(self).__name__} needs the whole sequence in one call, without state= and "
-                "return_state=True, outside of Stream, and with time that is not shared"
+                "return_state=True, and outside of Stream"
             )
-        sequences = [unflatten_steps(x, call.num_steps) for x in inputs]
-        y = self._checked(self.over_time(*sequences), sequences[0].shape[:2])
+        y = self._over_time([unflatten_steps(x, call.num_steps) for x in inputs], call)
         return tuple(map(flatten_steps, y)) if isinstance(y, tuple) else flatten_steps(y)
+
+    def _over_time(self, inputs: Sequence[Tensor], call: TemporalCall | None) -> Any:
+        """Return the result for inputs `[T, B, ...]`, with states from `call` and to it."""
+        steps = inputs[0].shape[:2]
+        if self.history is not None:
+            if len(inputs) > 1:
+                raise TypeError(f"{type(self).__name__} with a history takes one input")
+            inputs = [self._after_history(inputs[0], self.history, call)]
+        return self._checked(self.over_time(*inputs), steps)
+
+    def _after_history(self, x: Tensor, history: int, call: TemporalCall | None) -> Tensor:
+        """The input after the steps before it; the last ones become the final state."""
+        if call is None or not call.has_states:
+            return torch.cat([x.new_zeros(history, *x.shape[1:]), x])
+        name, shape = call.name_of(self), (x.shape[1], history, *x.shape[2:])
+        (past,) = (call.initial or {}).get(name) or (x.new_zeros(shape),)
+        if past.shape != shape:
+            raise ValueError(f"the state of '{name}' is {list(past.shape)}: expected {list(shape)}")
+        x = torch.cat([past.transpose(0, 1), x])
+        call.finals[name] = (x[len(x) - history :].transpose(0, 1).clone(),)
+        return x
 
     def _checked(self, y: Any, steps: torch.Size) -> Any:
         if isinstance(y, tuple) and y:
@@ -51,8 +91,8 @@ class OnSequences(nn.Module):
 
 
 class OverTime(OnSequences):
-    """A part of a network that sees all time steps: attention or a convolution over time, a norm
-    with statistics of its own in each step, a mean of the steps so far.
+    """A part of a network that sees several time steps: attention or a convolution over time, a
+    norm with statistics of its own in each step, a mean of the steps so far.
 
     Example::
 
@@ -63,9 +103,16 @@ class OverTime(OnSequences):
         net = sf.Temporal(nn.Sequential(nn.Linear(8, 16), sf.LIF(), sf.OverTime(Smoothed())))
         y = net(torch.rand(10, 4, 8))
 
+        difference = sf.OverTime(lambda x: x[1:] - x[:-1], history=1)  # also one step at a time
+
     Args:
         body: a module or a function from tensors `[T, B, ...]` to a tensor `[T, B, ...]`. It
-            contains no neurons, which belong before or after it. It may return a tuple of tensors.
+            contains no neurons and no other layers over time, which belong before or after it. It
+            may return a tuple of tensors.
+        history: of a causal body, how many steps before a step its result depends on. It then gets
+            one input, `[history + T, B, ...]`, which begins with those steps, and returns the last
+            T. They are 0 before the first step, and `Temporal` and `Stream` carry them as a state
+            of shape `[B, history, ...]`. None for a body that needs the whole sequence.
 
     Call: `y = over_time(*inputs)`
 
@@ -77,20 +124,69 @@ class OverTime(OnSequences):
 
     Raises:
         TypeError: `body` cannot be called, or returns something else than a tensor.
-        ValueError: `body` contains a neuron, or returns another number of steps; the network gets
-            the sequence in parts (`Stream`, `state=`, `return_state=True`, shared time).
+        ValueError: `body` contains such a layer, or returns another number of steps; without a
+            `history`, the network gets the sequence in parts (`Stream`, `state=`,
+            `return_state=True`); the time of the network is shared.
     """
 
-    def __init__(self, body: Callable[..., Tensor]) -> None:
+    def __init__(self, body: Callable[..., Tensor], history: int | None = None) -> None:
         super().__init__()
         if not callable(body) or isinstance(body, type):
             raise TypeError(f"body is {body!r}: expected a module or a function")
-        if isinstance(body, nn.Module) and any(isinstance(m, Neuron) for m in body.modules()):
-            raise ValueError("body contains a neuron: let it follow OverTime, inside Temporal")
-        self.body = body
+        inside = body.modules() if isinstance(body, nn.Module) else ()
+        if any(isinstance(m, Neuron | OnSequences) for m in inside):
+            raise ValueError(
+                "body contains a neuron, or a layer over time: let it follow OverTime, inside "
+                "Temporal"
+            )
+        if history is not None and (type(history) is not int or history < 0):
+            raise ValueError(f"history is {history!r}: expected a number of steps, or None")
+        self.body, self.history = body, history
 
     def over_time(self, *inputs: Tensor) -> Tensor:
         return self.body(*inputs)
+
+
+class StepScale(OnSequences):
+    """Multiply each time step by a scale of its own, which is learned.
+
+    Equation: `y[t] = scale[t] x[t]`.
+
+    After a batch norm, whose statistics run over T and B inside `Temporal`, it is the temporal
+    effective batch normalization (TEBN). `sf.convert` takes that of SpikingJelly.
+
+    Shapes: `x`, `y`: `[T, B, ...]`, with T = `num_steps`, inside `Temporal` `[T*B, ...]`, of any
+    dtype of floating point; `scale`, a parameter: `[T]`, ones at first.
+
+    Example::
+
+        layers = nn.Sequential(
+            nn.Conv2d(2, 16, 3, bias=False), nn.BatchNorm2d(16), sf.StepScale(4), sf.LIF())
+        spikes = sf.Temporal(layers)(torch.rand(4, 8, 2, 10, 10))
+
+    Args:
+        num_steps: T.
+
+    Raises:
+        ValueError: `num_steps` is below 1; at a call, the input has another number of steps, or
+            the network gets the sequence in parts.
+
+    Source: Duan et al., "Temporal Effective Batch Normalization in Spiking Neural Networks",
+    NeurIPS 2022.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        if num_steps < 1:
+            raise ValueError(f"num_steps is {num_steps}: expected at least 1")
+        self.scale = nn.Parameter(torch.ones(num_steps))
+
+    def over_time(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        if len(x) != len(self.scale):
+            raise ValueError(
+                f"{type(self).__name__} received {len(x)} time steps: expected {len(self.scale)}"
+            )
+        return x * self.scale.to(x.dtype).view(-1, *(1,) * (x.ndim - 1))
 
 
 class PSN(OnSequences):

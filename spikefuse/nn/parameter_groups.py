@@ -7,14 +7,16 @@ from typing import Any
 from torch import nn
 
 from spikefuse.neurons.definition import Neuron
+from spikefuse.nn.delay import DelayedLinear
 
 
 def parameter_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return groups for an optimizer, which exempt neurons, norms and biases from weight decay.
+    """Return groups for an optimizer, which exempt neurons, delays, norms and biases from weight
+    decay.
 
     Weight decay pulls a threshold, or the logit of a decay, towards 0, which has no meaning. Exempt
-    are the parameters of neurons and their surrogates, those of `nn.LayerNorm` and `nn.RMSNorm`,
-    and all others with fewer than two dims::
+    are the parameters of neurons and their surrogates, delays, those of `nn.LayerNorm` and
+    `nn.RMSNorm`, and all others with fewer than two dims::
 
         optimizer = torch.optim.AdamW(sf.nn.parameter_groups(net, 0.01), lr=1e-3)
 
@@ -31,6 +33,7 @@ def parameter_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]
         if isinstance(module, Neuron | nn.LayerNorm | nn.RMSNorm)
         for parameter in module.parameters()
     }
+    exempt |= {id(module.delay) for module in net.modules() if isinstance(module, DelayedLinear)}
     groups: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
     for parameter in net.parameters():
         groups[parameter.ndim < 2 or id(parameter) in exempt].append(parameter)

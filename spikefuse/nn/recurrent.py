@@ -150,10 +150,19 @@ class Recurrent(nn.Module):
     ) -> Any:
         names = () if outputs is None else checked_names(outputs)
         wanted = Wanted(return_state, outputs=names, impl=impl)
-        return call_neuron(self.neuron, self._scan, Arguments(inputs, state), wanted)
+        return call_neuron(self.neuron, self.scan, Arguments(inputs, state), wanted)
 
-    def _scan(self, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
-        neuron, state, inputs = self.neuron, arguments.states, tuple(arguments.inputs)
+    def receive(self, x: Tensor, spikes: Tensor) -> Tensor:
+        """Return what the neurons receive in one step, of the shape of `x`, `[B, features]`."""
+        received = x + reference.recurrent_current(spikes, self.effective_weight((x,)))
+        return received if self.bias is None else received + self.bias.to(x.dtype)
+
+    def scan(
+        self, arguments: Arguments[Tensor], wanted: Wanted, neuron: Neuron | None = None
+    ) -> Results[Tensor]:
+        """Run the layer, perhaps with another neuron."""
+        neuron = neuron or self.neuron
+        state, inputs = arguments.states, tuple(arguments.inputs)
         if arguments.passing is not None:
             raise ValueError(NO_SHARDS)
         backend = backend_of(inputs, wanted.impl)
@@ -167,7 +176,7 @@ class Recurrent(nn.Module):
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             inputs = tuple(x.to(dtype) for x in inputs)
-        weight = self._effective_weight(inputs)
+        weight = self.effective_weight(inputs)
         if weight.device != inputs[0].device:
             raise ValueError(
                 f"Recurrent: the weight is on {weight.device}, the input on "
@@ -191,7 +200,7 @@ class Recurrent(nn.Module):
             mark_binary(results)
         return results._replace(outputs=results.outputs[skipped:])
 
-    def _effective_weight(self, inputs: tuple[Tensor, ...]) -> Tensor:
+    def effective_weight(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """The weight `[heads, width, width]` in the dtype of the outputs."""
         dtype = inputs[0].dtype
         for x in inputs[1:]:

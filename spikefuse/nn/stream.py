@@ -12,7 +12,7 @@ from spikefuse.neurons.definition import States
 from spikefuse.nn.call import TemporalCall
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.reading import missing_dims
-from spikefuse.nn.temporal import Temporal, check_state, neurons_of, run_captured
+from spikefuse.nn.temporal import Temporal, check_state, layers_with_states, run_captured
 
 
 class Stream:
@@ -66,7 +66,7 @@ class Stream:
 
     @property
     def state(self) -> dict[str, States] | None:
-        """The states after the last step, a dict from each neuron's name to its tuple of states;
+        """The states after the last step, a dict from each layer's name to its tuple of states;
         None at rest. It has the form of `Temporal`'s, with names such as "net.1", and can be
         exchanged with it.
 
@@ -77,7 +77,7 @@ class Stream:
     @state.setter
     def state(self, state: dict[str, States] | None) -> None:
         if state is not None:
-            check_state(state, neurons_of(self.net))
+            check_state(state, layers_with_states(self.net))
         self._state = state
 
     def reset(self) -> None:
@@ -88,8 +88,8 @@ class Stream:
         return f"{type(self).__name__}({self.net})"
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        neurons = neurons_of(self.net, one_step=True)
-        names = dict(zip(map(id, neurons.values()), neurons, strict=True))
+        layers = layers_with_states(self.net, one_step=True)
+        names = dict(zip(map(id, layers.values()), layers, strict=True))
         x = inputs[0] if inputs else None
         batch = len(x) if isinstance(x, Tensor) and x.ndim else 1
         call = TemporalCall(1, names, batch, initial=self._state, final=True)
@@ -101,8 +101,8 @@ class Stream:
             if is_misread or self._state is not None:
                 error.add_note("a stream reads its inputs as one time step [B, ...], without T")
             raise
-        # A network need not call all of its neurons at each step.
-        self._state = {**dict.fromkeys(neurons, ()), **(self._state or {}), **call.finals}
+        # A network need not call all of its layers at each step.
+        self._state = {**dict.fromkeys(layers, ()), **(self._state or {}), **call.finals}
         return y
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -18,6 +18,7 @@ from spikefuse.nn.call import TemporalCall, saving_spikes
 from spikefuse.nn.checkpoint import containers
 from spikefuse.nn.nesting import map_tensors, map_values, named_values
 from spikefuse.nn.neuron import IMPLEMENTATIONS, check_module
+from spikefuse.nn.over_time import OnSequences
 from spikefuse.nn.reading import inside, note_on
 from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.checks import refuse_export
@@ -100,10 +101,10 @@ class Temporal(nn.Module):
             samples for a network that begins with an `EventLinear`. Other objects are passed on as
             they are. With time sharding, exactly one argument is a tensor.
         state: the state that an earlier call returned, or None to start from rest.
-        return_state: also return the final state, a dict from each neuron's name in
-            `named_modules()`, such as "net.1", to its tuple of states; passed as `state=` to the
-            next call, it continues the sequence. A neuron that was not called has the state that it
-            began with, at rest an empty tuple.
+        return_state: also return the final state, a dict from the name of each neuron, delay, loop
+            and layer with a history in `named_modules()`, such as "net.1", to its tuple of states;
+            passed as `state=` to the next call, it continues the sequence. A layer that was not
+            called has the state that it began with, at rest an empty tuple.
         impl: how neurons are computed; see `Neuron`.
 
     Returns:
@@ -156,7 +157,7 @@ class Temporal(nn.Module):
 
     def neurons(self) -> dict[str, Neuron]:
         """The neurons inside, by their name in `named_modules()`."""
-        return neurons_of(self.net)
+        return {n: m for n, m in layers_with_states(self.net).items() if isinstance(m, Neuron)}
 
     @leaf
     def forward(
@@ -167,16 +168,16 @@ class Temporal(nn.Module):
         impl: str = "auto",
         **kwargs: Any,
     ) -> Any:
-        neurons, traced = neurons_of(self.net), is_traced()
+        layers, traced = layers_with_states(self.net), is_traced()
         sequences = self._sequences(inputs, kwargs)
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
         if state is not None:
-            check_state(state, neurons)
+            check_state(state, layers)
         num_steps, batch = sequences[0].shape[:2]
         if self.batch_first:
             num_steps, batch = batch, num_steps
-        names = dict(zip(map(id, neurons.values()), neurons, strict=True))
+        names = dict(zip(map(id, layers.values()), layers, strict=True))
         call = TemporalCall(num_steps, names, batch, impl, state, return_state)
         call.passing, call.network, call.policy = self.passing, self.net, self.memory
         if call.passing is not None:
@@ -212,7 +213,7 @@ class Temporal(nn.Module):
         output = unfold(folded) if isinstance(folded, Tensor) else map_values(unfold, folded)
         if not return_state:
             return output
-        for name in neurons:
+        for name in layers:
             call.finals.setdefault(name, () if state is None else state[name])
         return output, call.finals
 
@@ -327,8 +328,9 @@ def _swap_dims(x: Tensor) -> Tensor:
     return x.transpose(0, 1)
 
 
-def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
-    """The neurons in `net`, by their qualified name in a `Temporal` of it, such as "net.1".
+def layers_with_states(net: nn.Module, one_step: bool = False) -> dict[str, Neuron | OnSequences]:
+    """The neurons in `net`, and other layers that carry a state, by their qualified name in a
+    `Temporal` of it, such as "net.1".
 
     Args:
         one_step: whether `net` runs a single step, where batch norms cannot take statistics.
@@ -338,10 +340,10 @@ def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
         ValueError: a layer of attention reads dim 0 as a sequence, or, with `one_step`, a batch
             norm takes its statistics from its input.
     """
-    neurons: dict[str, Neuron] = {}
+    layers: dict[str, Neuron | OnSequences] = {}
     for name, module in net.named_modules(prefix="net"):
-        if isinstance(module, Neuron):
-            neurons[name] = module
+        if isinstance(module, Neuron) or (isinstance(module, OnSequences) and module.state_names):
+            layers[name] = module
         elif isinstance(module, SEQUENTIAL):
             _refuse_sequential(name, module)
         elif one_step and isinstance(module, BatchNorm) and by_batch(module):
@@ -349,7 +351,7 @@ def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
                 f"batch norm '{name}' would take the statistics of a single step: call "
                 "net.eval(), and set track_running_stats=True"
             )
-    return neurons
+    return layers
 
 
 def _refuse_sequential(name: str, layer: nn.Module) -> None:
@@ -389,16 +391,16 @@ def _refuse_in_sequential(name: str, module: nn.Module) -> None:
             _refuse_in_sequential(f"{name}.{key}", child)
 
 
-def check_state(state: dict[str, States], neurons: dict[str, Neuron]) -> None:
-    """Refuse states that are not those of all `neurons`."""
+def check_state(state: dict[str, States], layers: Mapping[str, nn.Module]) -> None:
+    """Refuse states that are not those of all `layers`."""
     if not isinstance(state, dict):
         raise TypeError(
             f"state is a {type(state).__name__}: expected a dict, as return_state=True returns"
         )
-    if state.keys() != neurons.keys():
+    if state.keys() != layers.keys():
         raise ValueError(
-            f"state has entries for ({', '.join(state)}), the network has neurons "
-            f"({', '.join(neurons)}): pass what return_state=True returned"
+            f"state has entries for ({', '.join(state)}): expected ({', '.join(layers)}), as "
+            "return_state=True returned"
         )
 
 

@@ -54,6 +54,20 @@ class Variant(NamedTuple):
     rebuild: bool = False
 
 
+class StateFlow(NamedTuple):
+    """How a new state of a step depends on inputs and earlier states, as autograd follows them.
+
+    Attributes:
+        inputs, states: the indices of inputs and earlier states.
+        is_uniform: whether the derivatives are the same for all neurons and at all steps, and so
+            are those of these states.
+    """
+
+    inputs: Sequence[int]
+    states: Sequence[int]
+    is_uniform: bool
+
+
 _Maybe = Sequence[Tensor | None]
 #: A kernel on sequences of certain shapes, strides, dtypes and on one device. In the order of the
 #: kernel, it takes sequences (inputs, then what is written; all fit the layout), states (one step
@@ -181,6 +195,32 @@ class Program:
     def follows_input(self) -> bool:
         """Whether autograd follows every result of the step back to its first input."""
         return all(self.step.graph.inputs[0] in path for path in self.reverse.paths)
+
+    @cached_property
+    def state_flow(self) -> list[StateFlow]:
+        """For each new state, how autograd follows it back."""
+        step, graph = self.step, self.reverse.graph
+        first, num = len(step.inputs), len(step.states)
+        varying = {*step.graph.inputs[: first + num]}
+        tensors = step.graph.inputs[first + num :]
+        varying.update(n for n, kind in zip(tensors, self.kinds, strict=True) if kind == CHANNEL)
+        found = []
+        for new in step.gradients[step.num_outputs :]:
+            alone = graph.without([name for name in step.gradients if name != new])
+            outputs = alone.outputs[: first + num]
+            inputs, states = (
+                [i for i, y in enumerate(ys) if y != 0.0]
+                for ys in (outputs[:first], outputs[first:])
+            )
+            is_uniform = varying.isdisjoint(alone.select(outputs).used())
+            found.append(StateFlow(inputs, states, is_uniform))
+        for _ in found:
+            uniform = [flow.is_uniform for flow in found]
+            found = [
+                f._replace(is_uniform=f.is_uniform and all(uniform[i] for i in f.states))
+                for f in found
+            ]
+        return found
 
     @cached_property
     def is_differentiable(self) -> bool:

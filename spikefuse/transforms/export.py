@@ -20,7 +20,7 @@ from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.nesting import map_tensors
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.recurrent import Recurrent
-from spikefuse.nn.temporal import Temporal
+from spikefuse.nn.temporal import Temporal, layers_with_states
 
 
 def exportable(net: nn.Module, step: bool = False) -> nn.Module:
@@ -116,18 +116,19 @@ class ExportedStep(nn.Module):
 
     Raises:
         TypeError: the number of states is wrong.
-        ValueError: a neuron is called twice, or not at all, in one step.
+        ValueError: a layer is called twice, or not at all, in one step.
     """
 
     def __init__(self, net: Temporal) -> None:
         super().__init__()
         self.net, self._dim = net, int(net.batch_first)
         fed_back = [m.neuron for m in net.modules() if isinstance(m, Recurrent | Feedback)]
-        #: The names of the states by neuron.
+        #: The names of the states by layer.
         self._states: dict[str, list[str]] = {}
-        for name, neuron in net.neurons().items():
-            is_fed_back = any(neuron is other for other in fed_back)
-            self._states[name] = [*neuron.states, *(["spikes"] if is_fed_back else [])]
+        for name, layer in layers_with_states(net.net).items():
+            is_fed_back = any(layer is other for other in fed_back)
+            own = layer.states if isinstance(layer, Neuron) else layer.state_names
+            self._states[name] = [*own, *(["spikes"] if is_fed_back else [])]
         self.state_names = tuple(f"{n}.{s}" for n, names in self._states.items() for s in names)
         self.input_names = ("x", *self.state_names)
         self.output_names = ("output", *(f"next.{name}" for name in self.state_names))
@@ -146,7 +147,7 @@ class ExportedStep(nn.Module):
         for name, names in self._states.items():
             if len(finals[name]) != len(names):
                 raise ValueError(
-                    f"neuron '{name}' is not called, so it has no next state: remove it"
+                    f"layer '{name}' is not called, so it has no next state: remove it"
                 )
         y = map_tensors(lambda t: t.squeeze(self._dim), y)
         return y, *(s for name in self._states for s in finals[name])
@@ -158,8 +159,10 @@ class ExportedStep(nn.Module):
         finals, neurons = iter(states), self.net.neurons()
         found: list[Tensor] = []
         for name, names in self._states.items():
-            own, neuron = [next(finals) for _ in names], neurons[name]
-            first = first_states(neuron, neuron.values(), own[0]) if neuron.states else ()
+            own, neuron = [next(finals) for _ in names], neurons.get(name)
+            first: States = ()
+            if neuron is not None and neuron.states:
+                first = first_states(neuron, neuron.values(), own[0])
             found += [*first, *map(torch.zeros_like, own[len(first) :])]
         return tuple(found)
 

@@ -1,4 +1,4 @@
-"""Read an HDF5 file of NIR, in the process of spikefuse/hdf5.py."""
+"""Read an HDF5 file of NIR, in the process of spikefuse/isolated.py."""
 
 from collections.abc import Iterator
 from typing import Any

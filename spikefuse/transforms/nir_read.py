@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import graphlib
 import keyword
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -17,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from spikefuse import hdf5
+from spikefuse import isolated
 from spikefuse.neurons import IF, LI, LIF, CubaLIF
 from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.surrogate import Sigmoid, Surrogate
+from spikefuse.nn.delay import Delay
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.transforms.converters.common import Above, Refusal
@@ -48,12 +50,11 @@ def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx
     their threshold, and potentials are counted from v_leak, at which they start; those of `IF` and
     `I` start at 0. Several edges to a node add up. A cycle of one neuron is a `Recurrent` if it
     consists of one matrix, else a `Feedback`: its spikes are fed back one time step later, and
-    biases in it are added at every step. Graphs inside the graph are flattened.
+    biases in it are added at every step. Graphs in the graph are flattened. Delays are `Delay`.
 
     The result computes one time step: `Temporal(from_nir(path, dt=1e-4))(x)` takes x `[T, B, ...]`.
     Its modules have the names of the nodes, with "_" for what Python does not allow. A file is read
-    in a process of its own, with limits of time and of memory.
-    Weights are parameters in PyTorch's default dtype.
+    in a process of its own, with limits of time and memory. Weights have PyTorch's default dtype.
 
     Example::
 
@@ -72,9 +73,9 @@ def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx
         OSError: the file can't be read.
         TypeError: an argument has the wrong type.
         ValueError: `dt` is not positive, the file is damaged, or the graph has nodes or cycles
-            without an equivalent: `Delay`, several inputs or outputs, parameters that differ within
-            a channel, time constants below `dt`, cycles through several neurons. The error lists
-            all of them.
+            without an equivalent: several inputs or outputs, parameters that differ within a
+            channel, time constants below `dt`, cycles through several neurons or a delay. The error
+            lists all of them.
 
     Source: Pedersen et al., "Neuromorphic intermediate representation: A unified instruction set
     for interoperable brain-inspired computing", Nature Communications 15, 2024.
@@ -91,10 +92,10 @@ def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx
 
 
 def _graph_in(path: str | os.PathLike[str]) -> Any:
-    reader = Path(__file__).with_name("nir_file.py")
+    program = Path(__file__).with_name("nir_file.py")
     content: dict[str, Any] = {}
     try:
-        names, *arrays = hdf5.arrays(reader, path)
+        names, *arrays = isolated.arrays(program, "h5py", path)
         for name, array in zip(names.tolist(), arrays, strict=True):
             *groups, key = name.split("/")
             group = content
@@ -165,7 +166,7 @@ class _Reader:
         for members in _cycles(reached):
             try:
                 edges = self.loop(members, edges)
-            except Refusal as refusal:
+            except (Refusal, ValueError) as refusal:
                 self.refused.append(f"the cycle of {', '.join(members)}: {refusal}")
         self.check()
         modules: dict[str, nn.Module] = {}
@@ -183,14 +184,14 @@ class _Reader:
             return
         surrogate = Above(copy.deepcopy(self.surrogate))
         try:
-            if kind in NEURONS:
-                layer = NEURONS[kind](_Parameters(node, self.dt, surrogate))
+            if kind in IN_TIME:
+                layer = IN_TIME[kind](_Parameters(node, self.dt, surrogate))
             elif kind == "Threshold":
                 layer = _LayerModule(Threshold(_tensor(_array(node.threshold)), surrogate))
             elif kind in LAYERS:
                 layer = _LayerModule(LAYERS[kind](node))
             else:
-                raise Refusal(REASONS.get(kind, "no equivalent of it is known"))
+                raise Refusal("no equivalent of it is known")
             self.layers[name] = layer
         except Exception as error:  # the values of a node may be anything
             what = str(error) or type(error).__name__
@@ -395,12 +396,9 @@ LAYERS: Mapping[str, Callable[[Any], nn.Module]] = {
     "Flatten": _flatten,
     "Scale": lambda node: Scale(_tensor(_array(node.scale))),
 }
-REASONS = {
-    "Delay": "there is no layer for delays: shift the input by whole steps, docs/how-to/delays.md"
-}
 
 
-# Neurons.
+# Neurons and delays.
 
 
 class _Parameters:
@@ -485,8 +483,18 @@ def _current_based(p: _Parameters) -> _LayerModule:
     return _LayerModule(CubaLIF(*values, decay_input=is_scaled, **p.firing()), factor)
 
 
-NEURONS: Mapping[str, Callable[[_Parameters], _LayerModule]] = {
+def _delay(p: _Parameters) -> _LayerModule:
+    steps = _tensor(np.atleast_1d(_value("delay", p.delay / p.dt)))
+    if (steps < 0).any():
+        raise Refusal("its delay is negative")
+    module = Delay(len(steps), max(1, math.ceil(steps.max())))
+    module.delay = nn.Parameter(steps)
+    return _LayerModule(module)
+
+
+IN_TIME: Mapping[str, Callable[[_Parameters], _LayerModule]] = {
     **dict.fromkeys(("IF", "I"), _integrator),
     **dict.fromkeys(("LIF", "LI"), _leaky),
     **dict.fromkeys(("CubaLIF", "CubaLI"), _current_based),
+    "Delay": _delay,
 }

@@ -18,6 +18,7 @@ from spikefuse.kernels.norm import BatchNorm
 from spikefuse.neurons import IF, LI, LIF, PLIF, CubaLIF, DelayedResetLIF
 from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.surrogate import Surrogate
+from spikefuse.nn.delay import Delay
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.recurrent import Recurrent
@@ -51,9 +52,9 @@ def to_nir(net: nn.Module, sample: Tensor, *, dt: float) -> Any:
 
     NIR fires above the threshold and we at it, so that thresholds are written as the next smaller
     float32, unless a neuron already fires above it. Batch norms are folded into the convolution or
-    linear layer before them, with their running statistics; dropout is left out. `Recurrent` and
-    `Feedback` become cycles. Weights keep their dtype, and neurons have one float64 value each.
-    `nir.write(path, graph)` saves the graph.
+    linear layer before them, with their running statistics; dropout is left out. The delays of a
+    `Delay` are rounded to steps. `Recurrent` and `Feedback` become cycles. Weights keep their
+    dtype, and neurons have one float64 value each. `nir.write(path, graph)` saves the graph.
 
     Example::
 
@@ -246,12 +247,15 @@ class _Writer:
         """Add a layer without states, which reads and gives what the nodes `ends` give."""
         if type(module) in _IGNORED:
             return sources
+        before, after = (end.meta["shape"] for end in ends)
         make = LAYERS.get(type(module))
-        if make is None:
+        if isinstance(module, Delay):
+            node = self.nir.Delay(_per_neuron(module.delays(), before) * self.dt)
+        elif make is None:
             reasons = (text for kind, text in _REASONS.items() if isinstance(module, kind))
             raise Refusal(next(reasons, "NIR has no equivalent of it: leave it out, or replace it"))
-        before, after = (end.meta["shape"] for end in ends)
-        node = make(self.nir, module, before)
+        else:
+            node = make(self.nir, module, before)
         node.input_type = {"input": np.array(before)}
         node.output_type = {"output": np.array(after)}
         return self.add(name, node, sources)
@@ -297,7 +301,7 @@ class _Writer:
         node = neuron_node(self.nir, module.neuron, self.dt, shape)
         spikes = self.add(f"{name}.lif", node, sources)
         if isinstance(module, Recurrent):
-            weight = torch.block_diag(*module._effective_weight((module.weight,)))
+            weight = torch.block_diag(*module.effective_weight((module.weight,)))
             sent = self.add(f"{name}.w_rec", _matrix(self.nir, weight, module.bias), spikes)
         else:
             body = _traced(module.body)

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import nn
 
 import spikefuse as sf
-from spikefuse import data, hdf5
+from spikefuse import data, isolated
 from spikefuse.data import folder
 from spikefuse.train import checkpoint
 from spikefuse.train.cli import main
@@ -31,7 +31,7 @@ SECONDS = 10
 # What has a checksum of its own or of ours: damage must not change what is read.
 CHECKED = {"IDX, compressed", "CIFAR-10, archive", "frames"}
 MUTATIONS = 20
-hdf5.SECONDS = 5.0
+isolated.SECONDS = 5.0
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from torch import nn
 
 import spikefuse as sf
 from benchmarks import accuracy, record, spoken_digits
-from benchmarks.spoken_digits import FEED_FORWARD, OURS
+from benchmarks.spoken_digits import DELAYS, FEED_FORWARD, OURS
 from spikefuse.train.seeding import Purpose, reseed
 
 
@@ -94,3 +94,12 @@ def test_networks_for_spoken_digits_differ_in_feedback_alone() -> None:
     assert others == [*[sf.DelayedResetLIF] * 2, sf.LI]
     first, second = (nets[name].net.state_dict() for name in (OURS, FEED_FORWARD))
     assert torch.equal(first["2.weight"], second["2.weight"])  # of the first linear layer
+
+
+def test_networks_with_and_without_delays_are_of_the_same_size() -> None:
+    names = FEED_FORWARD, DELAYS
+    nets = [spoken_digits.make_network(name, [24, 24], 5) for name in names]
+    plain, delayed = map(spoken_digits.size_of, nets)
+    assert 0.9 * plain < delayed <= plain
+    layers = [m for m in nets[1].modules() if isinstance(m, sf.DelayedLinear)]
+    assert [m.in_features for m in layers] == [140, layers[0].out_features, layers[1].out_features]

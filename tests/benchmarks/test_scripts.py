@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,24 @@ import benchmarks.__main__ as everything
 from benchmarks import events, neurons, parallel, record, reproduce
 from benchmarks.events import DENSE, EVENTS
 from benchmarks.layers import LOOP, OURS
+from spikefuse.train import cli, plots
 from spikefuse.train.recipe import RECIPES
-from tests.processes import finish, torchrun
+from tests.processes import together
 
 QUICK = ("--quick", "--device", "cpu")
 SCRIPTS = (
     "neurons steps --dtype float32 --T 2",
     "neurons --groups lif inference layout zoo --dtype bfloat16",
     "recurrent",
+    "from_ann",
+    "delays",
     "open_neuromorphic",
     "cpu",
+    "plasticity",
     "neurons block --layout channels-last --shapes T=4",
     "networks --dtype bfloat16 --name networks_trial --T 3",
     "events",
-    "spoken_digits --names spikefuse --dtype bfloat16",
+    "spoken_digits --names spikefuse 'spikefuse, delays' --dtype bfloat16",
     "neurons first_call --backend numba --neurons LIF",
     "reproduce temporal-fusion-mnist-resnet18",
 )
@@ -58,10 +63,24 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
+@pytest.fixture(autouse=True)
+def trained_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train in this process, which has imported Lightning, and draw no figures."""
+    start = subprocess.run
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+        if command[1:4] != ["-m", "spikefuse", "train"]:
+            return start(command, **options)
+        return subprocess.CompletedProcess(command, cli.main(command[3:]))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(plots, "_save", lambda figure, path: path.touch())
+
+
 @pytest.mark.parametrize("command", SCRIPTS)
 def test_script(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "reuse_memory", lambda: True)  # permanent in this process
-    name, *options = command.split()
+    name, *options = shlex.split(command)
     importlib.import_module(f"benchmarks.{name}").main([*options, *QUICK, "--out", str(tmp_path)])
     check(tmp_path)
 
@@ -71,7 +90,7 @@ def test_scripts_of_processes(tmp_path: Path) -> None:
     for command in SHARED:
         name, what, *options = command.split()
         options += [*QUICK, "--rounds", "1", "--out", str(tmp_path / what)]
-        finish(torchrun(2, "-m", f"benchmarks.{name}", what, *options, folder=record.ROOT), 300)
+        together(2, importlib.import_module(f"benchmarks.{name}").main, [what, *options])
         found[what] = check(tmp_path / what)
     layers = [row for row in found["time"] if row["what"] == "layer"]
     networks = [row for row in found["time"] if row["what"] == "network"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gzip
 import io
@@ -19,6 +20,7 @@ import h5py
 import numpy as np
 from PIL import Image
 
+from spikefuse import isolated
 from spikefuse.data import cifar, event_files, heidelberg, listing, store
 from spikefuse.data.cifar10_dvs import read_cifar10_dvs
 from spikefuse.data.dvs_gesture import LISTS, find_dvs_gesture
@@ -28,6 +30,8 @@ from spikefuse.data.nmnist import read_nmnist
 from spikefuse.data.sound import read_wav
 from tests.data import writing
 
+READER = isolated.Reader()
+atexit.register(READER.close)
 MEMORY = 1 << 29  # that a reader may allocate
 INTEGERS = (b"\xff\xff\xff\x7f", b"\x7f\xff\xff\xff", b"\xff\xff\xff\xff", bytes(4))
 COLUMNS = writing.random_columns(40, (34, 34), 0)
@@ -168,7 +172,14 @@ def columns() -> bytes:
 
 
 def read_events(path: Path) -> Any:
-    return event_files.read_events(path, "34x34")
+    return event_files.read_events(path, "34x34", reader=READER)
+
+
+def evt21() -> bytes:
+    x, y, p, t = COLUMNS
+    words = [8 << 60]
+    words += (p << 60 | (t & 63) << 54 | x << 43 | y << 32 | 1).tolist()
+    return b"% evt 2.1\n% end\n" + np.array(words, "<u8").tobytes()
 
 
 READERS: dict[str, tuple[str, Callable[[], bytes], Callable[[Path], Any]]] = {
@@ -196,6 +207,8 @@ READERS: dict[str, tuple[str, Callable[[], bytes], Callable[[Path], Any]]] = {
     "annotations": ("val_annotations.txt", annotations, read_annotations),
     "labels": ("labels.csv", lambda: b'file,label\nlabels.csv,"a cat"\n', read_labels),
     "SHD": ("a.h5", speech, read_speech),
+    "AEDAT 4": ("a.aedat4", by_faery(".aedat4"), read_events),
+    "EVT 2.1": ("a.raw", evt21, read_events),
     "EVT 3": ("a.raw", by_faery(".raw"), read_events),
     "ES": ("a.es", by_faery(".es"), read_events),
     "DAT": ("a.dat", by_faery(".dat"), read_events),

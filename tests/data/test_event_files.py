@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from spikefuse import data
+from spikefuse.data import event_files, recordings
 from spikefuse.data.event_files import read_events
 from tests.data import writing
 from tests.data.writing import Columns, aedat2_bytes, aedat3_bytes, nmnist_bytes, random_columns
@@ -108,17 +109,38 @@ def test_scaling_and_the_crop_at_the_centre(tmp_path: Path) -> None:
         ("a.npz", b"PK", "not arrays of NumPy"),
         ("a.h5", b"", "not an HDF5 file"),
         ("a.bin", bytes(4), "4 bytes are not a multiple of 5"),
-        ("a.aedat4", b"#!AER-DAT4.0\r\n", "not read by faery"),
-        ("a.raw", b"% evt 2.1\n% end\n" + bytes(8), "not read by faery: .*EVT2.1"),
-        ("a.es", b"", "not read by faery"),
+        ("a.aedat4", b"#!AER-DAT4.0\r\n", "RuntimeError: failed to fill"),
+        ("a.es", b"", "RuntimeError: failed to fill"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, name: str, content: bytes, what: str) -> None:
-    if "faery" in what:
+    if "RuntimeError" in what:
         pytest.importorskip("faery")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(data.DataError, match=rf"{name} is damaged \({what}"):
         read_events(tmp_path / name, "40x30")
+
+
+def test_a_header_at_which_faery_aborts(tmp_path: Path) -> None:
+    """It claims to be longer than the memory that the process has."""
+    path = write(tmp_path / "a.aedat4")
+    content = bytearray(path.read_bytes())
+    content[len("#!AER-DAT4.0\r\n") + 3] = 0x7F
+    path.write_bytes(content)
+    with pytest.raises(data.DataError, match=r"a\.aedat4 is damaged \(faery crashes"):
+        read_events(path)
+
+
+@pytest.mark.parametrize(("ending", "size"), [(".raw", 12_799), (".npz", 12_799), (".bin", 999)])
+def test_recordings_that_do_not_fit_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, size: int
+) -> None:
+    """200 events of 64 bytes, or of 5 in the file."""
+    path = write(tmp_path / f"a{ending}")
+    for module in (event_files, recordings):
+        monkeypatch.setattr(module, "free_memory", lambda: size)
+    with pytest.raises(data.DataError, match=r"a\..* needs at least .* cut it into"):
+        read_events(path, "40x30")
 
 
 def test_the_sensor_must_be_known_and_fit(tmp_path: Path) -> None:
@@ -133,5 +155,6 @@ def test_the_sensor_must_be_known_and_fit(tmp_path: Path) -> None:
 
 def test_without_faery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faery", None)
+    (tmp_path / "a.es").touch()
     with pytest.raises(data.DataError, match=r'faery, .*pip install "spikefuse\[events\]"'):
-        read_events(tmp_path / "a.raw")
+        read_events(tmp_path / "a.es")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from spikefuse import data, hdf5
+from spikefuse import data, isolated
 from tests.data.writing import real, real_data
 
 
@@ -144,13 +144,13 @@ def test_impossible_labels_are_named(tmp_path: Path, labels: list) -> None:
 def test_files_at_which_the_hdf5_library_crashes_or_never_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hdf5, "SECONDS", 3)
+    monkeypatch.setattr(isolated, "SECONDS", 3)
     write_both(tmp_path, np.array([3]), [[1, 2]])
     path = tmp_path / "shd_train.h5"
     good = path.read_bytes()
     kind = good.index(b"\x19\x00\x00\x00\x10") + 1  # of an array of any length: neither 0 nor 1
     size = good.index(b"GCOL") + 25  # of an array: its second byte
-    crash, end = "the HDF5 library crashes", "an array takes more than 3 seconds"
+    crash, end = "h5py crashes", "an array takes more than 3 seconds"
     for at, value, what in ((kind, 2, crash), (size, 8, end)):
         path.write_bytes(good[:at] + bytes([value]) + good[at + 1 :])
         with pytest.raises(data.DataError, match=rf"shd_train\.h5 is damaged \({what}"):

@@ -21,6 +21,7 @@ from spikefuse.data.mnist import read_idx
 from tests.data.readers import READERS, limited_memory, mutated, read_speech
 
 MUTATIONS = 200
+PROCESSES = {"SHD", "HDF5", "AEDAT 4"}  # which take a second
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_mutations_are_read_or_named(tmp_path: Path, kind: str) -> None:
     for other, (_, make_other, _) in READERS.items():
         if other.partition(",")[0] != kind.partition(",")[0]:  # compressed content is recognized
             check(tmp_path / name, make_other(), read)
-    for _ in range(20 if kind in ("SHD", "HDF5") else MUTATIONS):  # which take processes
+    for _ in range(20 if kind in PROCESSES else MUTATIONS):
         check(tmp_path / name, mutated(good, rng), read)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
-from spikefuse import data
+from spikefuse import data, isolated
+from spikefuse.data import recordings as module
 from tests.data.writing import random_columns
 
 SENSOR = "40x30"
@@ -54,6 +56,29 @@ def test_scaled_frames_are_cached_by_sensor(recordings: Path) -> None:
         assert described.shape == (2, 10, 10)
         sums.append(int(data.load(described)[0].pixels.sum()))
     assert sums[0] == sums[2] != sums[1]
+
+
+def test_one_process_reads_a_folder(recordings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts, start = [], isolated._start
+    monkeypatch.setattr(isolated, "_start", lambda: starts.append(start()) or starts[-1])
+    for path in recordings.rglob("*.npz"):
+        with h5py.File(path.with_suffix(".h5"), "w") as file, np.load(path) as arrays:
+            file.update(arrays)
+        path.unlink()
+    frames = data.load(data.event_folder(recordings, SENSOR, num_steps=4))[0]
+    assert frames.pixels.sum() == 4 * 300
+    assert len(starts) == 2  # one for each part
+
+
+def test_frames_may_exceed_the_memory_but_no_recording(
+    recordings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = 200 * module.BYTES_PER_EVENT
+    monkeypatch.setattr(module, "free_memory", lambda: memory)
+    assert data.load(data.event_folder(recordings, SENSOR, num_steps=4))[0].nbytes > memory
+    memory -= 1
+    with pytest.raises(data.DataError, match=r"wave.\d\.npz needs at least"):
+        data.load(data.event_folder(recordings, SENSOR, num_steps=5))
 
 
 def test_errors(recordings: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +83,19 @@ def test_frames_are_read_when_indexed(source: Source, tmp_path: Path) -> None:
         file.write(content)
     assert expected.any()
     assert not frames[3:4].pixels.any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_files_larger_than_the_memory_are_mapped(tmp_path: Path) -> None:
+    size = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with (tmp_path / "sparse").open("w+b") as file:
+        file.truncate(size)
+        content = store.mapped(file)
+        assert len(content) == size
+        content[-1] = 5  # of the copy in memory
+        file.seek(size - 1)
+        assert file.read() == b"\0"
+    (tmp_path / "sparse").unlink()
 
 
 def test_changed_key_recomputes_frames(source: Source, tmp_path: Path) -> None:

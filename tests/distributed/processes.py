@@ -6,11 +6,10 @@ a multiple of four.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from spikefuse.distributed.mesh import AXES
 from spikefuse.graph import fuse_norms
 from tests import interpreter
-from tests.processes import free_port
+from tests.processes import forkserver, free_port
 
 SIZE = int(os.environ.get("SPIKEFUSE_TEST_PROCESSES", "4"))
 # Numbers of ranks for tests that work with any, including all.
@@ -30,42 +29,47 @@ SIZES = sorted({2, 3, 4, SIZE})
 TIMEOUT = timedelta(seconds=60)
 
 
-def forkserver() -> Any:
-    """The context of processes that share one import of what all of them need."""
-    context = multiprocessing.get_context("forkserver")
-    shared = ["spikefuse.testing", "numba", "torch._dynamo", "triton.runtime.interpreter"]
-    context.set_forkserver_preload(shared)
-    return context
-
-
 class Group:
-    """Runs `function(axis, *args)` in all processes and returns the results of the first `size`.
+    """Runs `function(axis, *args)` in connected processes and returns the results of the first
+    `size`.
 
-    `axis` is an axis `time` of `size` ranks; all processes belong to one, except for a size of 3.
-    Arguments and results are pickled.
+    `axis` is an axis `time` of `size` ranks. There are no other processes, unless `world` says how
+    many there are, a multiple of `size`: then each process belongs to one axis. Arguments and
+    results are pickled.
     """
 
     def __init__(self) -> None:
         context = forkserver()
-        # Not a file store, which reads the whole file at each access.
-        port = free_port()
+        self._world = 0
         self._pipes, self._processes = [], []
-        for rank in range(SIZE):
+        for _ in range(SIZE):
             ours, theirs = context.Pipe()
-            arguments = rank, theirs, port
-            process = context.Process(target=_work, args=arguments, daemon=True)
+            process = context.Process(target=_work, args=(theirs,), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def __call__(self, function: Callable[..., Any], *args: Any, size: int = SIZE) -> list[Any]:
-        for pipe in self._pipes:
-            _send(pipe, (function, size, args))
-        answers = [_received(pipe) for pipe in self._pipes]
+    def __call__(
+        self, function: Callable[..., Any], *args: Any, size: int = SIZE, world: int | None = None
+    ) -> list[Any]:
+        world = world or size
+        if world != self._world:
+            # Not a file store, which reads the whole file at each access.
+            port = free_port()
+            self._all([(_join, rank, world, port) for rank in range(SIZE)])
+            self._world = world
+        return self._all([(_run, function, size, args)] * world)[:size]
+
+    def _all(self, tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Run a task in each of the first processes and return the results."""
+        pipes = self._pipes[: len(tasks)]
+        for pipe, task in zip(pipes, tasks, strict=True):
+            _send(pipe, task)
+        answers = [_received(pipe) for pipe in pipes]
         failures = [text for failed, text in answers if failed]
         if failures:
             raise AssertionError("\n".join(failures))
-        return [result for _, result in answers[:size]]
+        return [result for _, result in answers]
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -93,35 +97,53 @@ def _received(pipe: Any) -> Any:
     return pickle.loads(pipe.recv_bytes())
 
 
-def _work(rank: int, pipe: Any, port: int) -> None:
+_axes: dict[int, DeviceMesh] = {}
+
+
+def _work(pipe: Any) -> None:
     torch.set_num_threads(1)
     fuse_norms.MIN_VALUES = 0
     interpreter.hasten()
-    dist.init_process_group(
-        "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE, timeout=TIMEOUT
-    )
-    axes = {
-        n: init_device_mesh("cpu", (SIZE // n, n), mesh_dim_names=AXES)["time"]
-        for n in (1, *SIZES)
-        if n != 3
-    }
-    # All processes must make each mesh, even if they are not part of it.
-    rest = (range(3), *([r] for r in range(3, SIZE)))
-    three, *ones = (DeviceMesh("cpu", ranks, mesh_dim_names=("time",)) for ranks in rest)
-    axes[3] = three if rank < 3 else ones[rank - 3]
     while (task := _received(pipe)) is not None:
-        function, size, args = task
-        lasting = set(_groups())
+        function, *args = task
         try:
-            answer = False, function(axes[size], *args)
+            answer = False, function(*args)
         except BaseException:
-            answer = True, f"rank {rank}: {traceback.format_exc()}"
+            answer = True, traceback.format_exc()
         _send(pipe, answer)
+    _leave()
+
+
+def _join(rank: int, world: int, port: int) -> None:
+    """Leave the last world, and join one of `world` processes, if this one is among them."""
+    _leave()
+    if rank < world:
+        dist.init_process_group(
+            "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=TIMEOUT
+        )
+
+
+def _leave() -> None:
+    _axes.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _run(function: Callable[..., Any], size: int, args: tuple[Any, ...]) -> Any:
+    if size not in _axes:
+        shape = dist.get_world_size() // size, size
+        _axes[size] = init_device_mesh("cpu", shape, mesh_dim_names=AXES)["time"]
+    lasting = set(_groups())
+    try:
+        return function(_axes[size], *args)
+    except BaseException as error:
+        error.add_note(f"on rank {dist.get_rank()}")
+        raise
+    finally:
         # Each group has threads that wake a hundred times per second.
         for group in _groups():
             if group not in lasting:
                 dist.destroy_process_group(group)
-    dist.destroy_process_group()
 
 
 def _groups() -> list[dist.ProcessGroup]:

@@ -23,7 +23,7 @@ from tests.distributed.event_networks import (
     spikes,
     train,
 )
-from tests.distributed.processes import Group
+from tests.distributed.processes import SIZE, Group
 from tests.events.waits import waits
 
 
@@ -34,8 +34,8 @@ def in_subgroup(axis: DeviceMesh) -> None:
 
 def test_subgroups_equal_one_process(group: Group) -> None:
     train(network(), spikes())  # so that kernels are compiled once, not by each process
-    for size in (2, 3):
-        group(in_subgroup, size=size)
+    for size, world in ((2, SIZE), (3, 3)):
+        group(in_subgroup, size=size, world=world)
 
 
 def limited_capacity(_: DeviceMesh) -> None:

@@ -69,8 +69,6 @@ def test_wrong_layers_and_inputs() -> None:
     stream(torch.zeros(30))
     assert stream.state is not None
     assert list(stream.state) == ["net.0.neuron", "net.1.neuron"]
-    message = (
-        r"entries for \(net.0.neuron\), the network has neurons \(net.0.neuron, net.1.neuron\)"
-    )
+    message = r"entries for \(net.0.neuron\): expected \(net.0.neuron, net.1.neuron\)"
     with pytest.raises(ValueError, match=message):
         stream.state = {"net.0.neuron": stream.state["net.0.neuron"]}

@@ -21,7 +21,7 @@ from tests.nn.recurrent_layers import (
 
 
 def blocks(made, dtype):
-    return launch_triton._division(made._effective_weight((torch.empty(0, dtype=dtype),)))[-1]
+    return launch_triton._division(made.effective_weight((torch.empty(0, dtype=dtype),)))[-1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

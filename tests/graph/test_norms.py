@@ -14,9 +14,15 @@ from spikefuse.graph.report import Place
 from tests.graph.norm_networks import FUSED, Net, compare, network
 
 
-@pytest.mark.parametrize("momentum", [None, 0.0, 0.3])
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("track", [True, False])
+# Each pair of settings, not each three of them.
+@pytest.mark.parametrize(
+    ("momentum", "affine", "track"),
+    [
+        (momentum, affine, affine == (momentum is None))
+        for momentum in (None, 0.0, 0.3)
+        for affine in (True, False)
+    ],
+)
 def test_settings_of_a_norm(momentum: float | None, affine: bool, track: bool) -> None:
     net = Net(FUSED["read again"][0])
     net.bn = nn.BatchNorm1d(6, momentum=momentum, affine=affine, track_running_stats=track)
@@ -27,9 +33,15 @@ def test_settings_of_a_norm(momentum: float | None, affine: bool, track: bool) -
 HOOKS = ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("layer", ["bn", "lif", "same", ""])
-@pytest.mark.parametrize("kind", HOOKS)
+# Each pair, not each three of them.
+@pytest.mark.parametrize(
+    ("kind", "layer", "before"),
+    [
+        (kind, layer, (i + j) % 2 == 0)
+        for i, kind in enumerate(HOOKS)
+        for j, layer in enumerate(("bn", "lif", "same", ""))
+    ],
+)
 def test_hooks_run(kind: str, layer: str, before: bool) -> None:
     net, seen = sf.Temporal(Net(FUSED["identities"][0])), list[Tensor]()
     fused, x = None if before else sf.fuse(net), torch.randn(4, 3, 6, requires_grad=True)

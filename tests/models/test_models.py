@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
+import pydoc
 import re
 from collections import Counter
 from pathlib import Path
@@ -187,6 +190,17 @@ def near(**options) -> sf.LIF:
 
 
 # Networks on events take spikes, and neurons of a kind.
+@pytest.mark.parametrize("name", ["resnet18", "vggsnn", "sdt_v2_31m", "spikingresformer_l"])
+def test_builders_are_functions_with_names(name: str) -> None:
+    build = getattr(sf.models, name)
+    assert inspect.isfunction(build)
+    assert pickle.loads(pickle.dumps(build)) is build
+    text = pydoc.plain(pydoc.render_doc(build))
+    assert f"\n{name}(neuron: 'MakeNeuron', in_channels: 'int', num_classes: 'int'" in text
+    assert "Build " in text
+    assert "depth" not in inspect.signature(sf.models.resnet18).parameters
+
+
 ORDINARY = [name for name in MODELS if not name.startswith("event-mlp")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 
 import pytest
@@ -88,8 +89,12 @@ def test_alpha_lif_gain() -> None:
 def test_all_have_the_potential_before_the_reset(name: str) -> None:
     neuron, x = DEFINITIONS[name](3, reset="hard"), make_input((6, 2, 3))
     spikes, h = neuron(x, outputs=("spikes", "h"), impl="reference")
-    if name.startswith("LI-") or name == "LI":
+    if name in ("LI", "LI-decay-input", "ShortTermPlasticity"):
         assert torch.equal(h, spikes)
+    elif name == "StochasticLIF":
+        assert spikes.unique().tolist() == [0, 1]
+    elif name == "RateIF":
+        assert ((spikes > 0) == (h >= 1)).all()
     elif name == "SlidingPSN":
         assert torch.equal(spikes, (h >= 0).float())
     else:
@@ -121,6 +126,131 @@ def test_eif() -> None:
     spikes, states = trace(eif, 1 - start, 1.0)
     assert spikes == [0, 1]  # h: 0.5, 0.5 + (1 - 0.5 + 0.5) / 2
     assert states == [[pytest.approx(0.5)], [0]]
+
+
+def test_adex_adapts_as_in_the_paper() -> None:
+    # Spike-frequency adaptation with the paper's parameters (pF, nS, mV, ms, pA), in steps of dt.
+    dt, c, g, tau_w, a, b = 0.5, 281.0, 30.0, 144.0, 4.0, 80.5
+    rest, rheobase, sharp = -70.6, -50.4, 2.0
+    neuron = sf.AdEx(
+        *(c / g / dt, rest, rheobase, sharp, tau_w / dt, a / g, b / g, 20.0), v_reset=rest
+    )
+    x = torch.full((400, 1), 900.0 / g, dtype=torch.float64)
+    start = torch.full((1,), rest, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    v, w, expected = rest, 0.0, []
+    for _ in range(400):
+        slope = -g * (v - rest) + g * sharp * math.exp((v - rheobase) / sharp) - w + 900.0
+        v, w = v + dt * slope / c, w + dt * (a * (v - rest) - w) / tau_w
+        expected.append(v >= 20.0)
+        v, w = (rest, w + b) if v >= 20.0 else (v, w)
+    spikes, _ = neuron(x, state=start, return_state=True, impl="reference")
+    assert spikes.flatten().tolist() == expected
+    intervals = spikes.flatten().nonzero().flatten().diff().tolist()
+    assert intervals == sorted(intervals)
+    assert intervals[-1] > 2 * intervals[0]
+
+
+def test_brf() -> None:
+    inputs = (20.0, 20.0, 0.0, -5.0, 0.0, 40.0, 40.0, 0.0)
+    spikes, states = trace(sf.BRF(8.0, 0.5, 1.5, dt=0.05), *inputs)
+    u, q, expected = 0j, 0.0, []
+    for x, state in zip(inputs, states, strict=True):
+        b = (math.sqrt(1 - 0.4**2) - 1) / 0.05 - 0.5 - q
+        u += 0.05 * (complex(b, 8.0) * u + x)
+        expected.append(float(u.real >= 1.5 + q))
+        q = 0.9 * q + expected[-1]
+        assert state == pytest.approx([u.real, u.imag, q])
+    assert spikes == expected
+    assert 0 < sum(spikes) < len(spikes)
+
+
+def test_brf_resonates_and_does_not_diverge() -> None:
+    # At the divergence boundary the amplitude is constant, whatever the frequency.
+    neuron, omega = sf.BRF(torch.tensor([10.0, 40.0, 90.0]), 0.0, 1e9), 20.0
+    start = [torch.full((1, 3), value, dtype=torch.float64) for value in (1.0, 0.0, 0.0)]
+    silence = torch.zeros(100, 1, 3, dtype=torch.float64)
+    _, (u, v, _) = neuron(silence, state=start, return_state=True, impl="reference")
+    assert torch.hypot(u, v).flatten().tolist() == pytest.approx([1.0] * 3)
+    # Among oscillators, that of the frequency of the input responds most strongly.
+    neuron = sf.BRF(torch.tensor([5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 35.0]), 2.0, 1e9)
+    x = torch.cos(omega * 0.01 * torch.arange(200, dtype=torch.float64)).view(-1, 1, 1)
+    (u,) = neuron(x.expand(-1, 1, 7), impl="reference", outputs=("u",))
+    assert u[100:].abs().amax((0, 1)).argmax() == 3
+
+
+def test_c_silif() -> None:
+    inputs = (1.0, 2.0, 0.0, 1.0, -1.0, 3.0)
+    spikes, states = trace(sf.CSiLIF(0.4, 0.5, 2.0, 0.6), *inputs)
+    u, expected = 0j, []
+    decay = cmath.exp(complex(-0.5, 2.0) * 0.4)
+    for x, state in zip(inputs, states, strict=True):
+        u = decay * u + 0.6 * x
+        expected.append(float(2 * u.real >= 1))
+        u -= 0.5 * expected[-1]
+        assert state == pytest.approx([u.real, u.imag])
+    assert spikes == expected
+    assert 0 < sum(spikes) < len(spikes)
+
+
+def test_stochastic_lif() -> None:
+    neuron = sf.StochasticLIF(decay=0.5, temperature=0.5)
+    x = torch.tensor([[0.5, 0.5]], dtype=torch.float64, requires_grad=True)
+    # h + noise / 2 is 1 (fires), and less; the derivative is that of p = sigmoid(-1) in both.
+    spikes, (v,) = neuron(
+        x, x.detach().new_tensor([[1.0, 0.9]]), return_state=True, impl="reference"
+    )
+    assert spikes.tolist() == [[1, 0]]
+    assert v.tolist() == [0, 0.5]
+    spikes.sum().backward()
+    assert x.grad is not None
+    assert x.grad[0].tolist() == pytest.approx([2 * sigmoid(-1) * sigmoid(1)] * 2)
+
+
+def test_stochastic_lif_fires_with_its_probability() -> None:
+    torch.manual_seed(0)
+    neuron = sf.StochasticLIF(threshold=1.0, temperature=0.25)
+    for h in (0.5, 1.0, 1.25):
+        rate = neuron(torch.full((1, 40000), h), impl="reference").mean().item()
+        p = sigmoid((h - 1) / 0.25)
+        assert abs(rate - p) < 4 * math.sqrt(p * (1 - p) / 40000)
+
+
+def test_stochastic_lif_recomputes_its_noise() -> None:
+    class Recomputed(nn.Module):
+        def __init__(self, layers: nn.Module) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = sf.checkpoint(self.layers, x)
+            return result
+
+    layers = nn.Sequential(nn.Linear(8, 8), sf.StochasticLIF(), nn.Linear(8, 8))
+    x, results = torch.rand(5, 4, 8), []
+    for net in (layers, Recomputed(layers)):
+        torch.manual_seed(1)
+        y = sf.Temporal(net)(x, impl="reference")
+        results.append((y, *torch.autograd.grad(y.sum(), layers[0].weight)))
+    assert all(map(torch.equal, *results))
+    assert not torch.equal(sf.Temporal(layers)(x, impl="reference"), results[0][0])
+
+
+def test_short_term_plasticity() -> None:
+    # u: 0.5, 0.25 + 0.5 * 0.75; y: 0.5, 0.625 * r, where r = 1 - 0.25 * 0.5
+    synapse = sf.ShortTermPlasticity(0.5, facilitation_decay=0.5, recovery_decay=0.25)
+    y, states = trace(synapse, 1.0, 1.0, 0.0)
+    assert y == [0.5, 0.625 * 0.875, 0]
+    assert states[0] == [0.5, 0.875]
+    assert states[2][0] == 0.3125
+
+
+def test_short_term_depression_has_the_stationary_response_of_the_paper() -> None:
+    # R = (1 - e) / (1 - (1 - U) e), where e is the decay over the interval of 4 steps.
+    synapse = sf.ShortTermPlasticity(0.4, facilitation_decay=0.0, recovery_decay=0.9)
+    y, _ = trace(synapse, *[1.0, 0.0, 0.0, 0.0] * 16, 1.0)
+    e = 0.9**4
+    assert y[0] == pytest.approx(0.4)
+    assert y[-1] == pytest.approx(0.4 * (1 - e) / (1 - 0.6 * e))
 
 
 def test_izhikevich() -> None:
@@ -323,6 +453,9 @@ def test_two_compartment_lif() -> None:
         (lambda: sf.IntegerLIF(levels=0), "levels is 0: expected an integer >= 1"),
         (lambda: sf.IntegerLIF(levels=True), "levels is True"),
         (lambda: sf.TwoCompartmentLIF(drive=1.0), "strictly between 0 and 1"),
+        (lambda: sf.BRF(200.0), r"omega is 200.0: expected a number in \[0, 100\]"),
+        (lambda: sf.StochasticLIF(temperature=0.0), "temperature is 0.0"),
+        (lambda: sf.ShortTermPlasticity(1.5), "utilization is 1.5"),
     ],
 )
 def test_wrong_parameters(make: object, message: str) -> None:

@@ -115,7 +115,7 @@ def float64_gradients(made, xs, starts, ys, weights):
     doubles = [x.detach().double().requires_grad_() for x in xs]
     states = None if starts is None else [s.detach().double().requires_grad_() for s in starts]
     params = list(made.parameters())
-    matrix = made._effective_weight(tuple(xs)).double()
+    matrix = made.effective_weight(tuple(xs)).double()
     inputs = tuple(doubles)
     if made.bias is not None:
         inputs = (inputs[0] + made.bias.to(kind).double(), *inputs[1:])

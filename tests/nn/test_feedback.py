@@ -78,6 +78,8 @@ def test_outputs(device):
 def test_errors():
     with pytest.raises(ValueError, match="contains a neuron"):
         sf.nn.Feedback(nn.Sequential(sf.LIF()), sf.LIF())
+    with pytest.raises(ValueError, match=r"a layer of several time steps.*use sf\.Loop"):
+        sf.nn.Feedback(nn.Sequential(sf.Delay(4, 3)), sf.LIF())
     with pytest.raises(TypeError, match=r"neuron is the class LIF: .* as in sf.LIF\(\)"):
         sf.nn.Feedback(nn.Identity(), sf.LIF)
     with pytest.raises(TypeError, match="has 2 outputs: expected one"):

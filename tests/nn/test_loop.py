@@ -86,8 +86,33 @@ def test_inside_a_network():
     for other in (net, sf.fuse(net)):
         torch.testing.assert_close(other(x), expected)
     net(x).sum().backward()
-    with pytest.raises(ValueError, match="Loop needs the whole sequence in one call"):
-        net(x, return_state=True)
+
+
+def test_in_parts_inside_a_network():
+    """States by the layers' names, among them those of a loop in the body of another."""
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.lif = Excitation(), sf.LIF(0.5)
+
+        def forward(self, x, last):
+            return self.lif(self.inner(x + last))
+
+    torch.manual_seed(0)
+    loop = sf.Loop(Outer(), (6,))
+    net, x = sf.Temporal(nn.Sequential(sf.LIF(0.5), loop, sf.LIF(0.75))), on_grid((7, 3, 6))
+    expected = net(2 * x)
+    assert expected.any()
+    first, state = net(2 * x[:3], return_state=True)
+    second, last = net(2 * x[3:], state=state, return_state=True)
+    assert torch.equal(torch.cat([first, second]), expected)
+    inside = ("inner.loop", "inner.loop.body.e", "inner.loop.body.i", "lif")
+    names = ["net.0", "net.1", *(f"net.1.body.{name}" for name in inside), "net.2"]
+    assert last.keys() == set(names)
+    assert [len(last[name]) for name in names] == [1, 1, 2, 1, 2, 1, 1]
+    stream = sf.Stream(net)
+    assert torch.equal(torch.stack([stream(2 * step) for step in x]), expected)
 
 
 def test_one_output():

@@ -12,6 +12,7 @@ from torch import nn
 import spikefuse as sf
 from spikefuse.memory import Checkpoint
 from spikefuse.scan.state_passing import StatePassing
+from tests.grid import on_grid
 
 
 class Mean(nn.Module):
@@ -73,8 +74,61 @@ def test_sequences_in_parts_are_refused():
     with pytest.raises(ValueError, match=match):
         sf.Stream(net)(x[0])
     net.passing = StatePassing()
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match="OverTime needs all time steps in one process"):
         net(x)
+
+
+class Window(nn.Module):
+    """A learned sum over three steps, of neighbours in the batch, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.tensor([0.25, 0.5, 1.0]))
+
+    def forward(self, x):
+        steps = len(x) - 2
+        return sum(k * x[i : i + steps] for i, k in enumerate(self.kernel)).roll(1, 1)
+
+
+@pytest.mark.parametrize("parts", [(1, 5), (4, 1, 1)])
+def test_a_history_is_carried(parts):
+    torch.manual_seed(0)
+    layer = sf.OverTime(Window(), history=2)
+    net, x = sf.Temporal(nn.Sequential(layer, sf.LIF(0.5))), 2 * on_grid((6, 3, 5), spread=1.0)
+    y = net(x)
+    k, padded = layer.body.kernel, torch.cat([torch.zeros(2, 3, 5), x])
+    h = torch.stack([k[0] * padded[t] + k[1] * padded[t + 1] + k[2] * x[t] for t in range(6)])
+    assert torch.equal(layer(x), h.roll(1, 1))
+    assert torch.equal(y, net.net[1](h.roll(1, 1)))
+    state, found = None, []
+    for part in x.split(parts):
+        output, state = net(part, state=state, return_state=True)
+        found.append(output)
+    assert torch.equal(torch.cat(found), y)
+    assert torch.equal(state["net.0"][0], x[-2:].transpose(0, 1))
+    assert [*net.neurons()] == ["net.1"]
+    stream = sf.Stream(net)
+    assert torch.equal(torch.stack([stream(step) for step in x]), y.detach())
+
+
+def test_wrong_histories():
+    layer = sf.OverTime(Window(), history=2)
+    x = torch.rand(6, 3, 5)
+    with pytest.raises(TypeError, match="OverTime with a history takes one input"):
+        layer(x, x)
+    with pytest.raises(ValueError, match="history is -1"):
+        sf.OverTime(Window(), history=-1)
+    twice = sf.Temporal(nn.Sequential(layer, layer))
+    assert twice(x).shape == x.shape
+    with pytest.raises(ValueError, match=r"layer 'net.0' is called twice in one step"):
+        twice(x, return_state=True)
+
+    class Hidden(nn.Module):
+        def forward(self, x):
+            return layer(x)
+
+    with pytest.raises(ValueError, match="OverTime has a state, but is not a submodule"):
+        sf.Temporal(Hidden())(x, return_state=True)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +136,8 @@ def test_sequences_in_parts_are_refused():
     [
         (3, TypeError, "body is 3: expected a module or a function"),
         (nn.Linear, TypeError, "expected a module or a function"),
-        (nn.Sequential(sf.LIF()), ValueError, "body contains a neuron: let it follow OverTime"),
+        (nn.Sequential(sf.LIF()), ValueError, "body contains a neuron, or a layer over time"),
+        (sf.Delay(2, 3), ValueError, "let it follow OverTime"),
     ],
 )
 def test_wrong_bodies(body, kind, match):
@@ -100,6 +155,43 @@ def test_wrong_bodies(body, kind, match):
 def test_wrong_results(body, kind, match):
     with pytest.raises(kind, match=match):
         network(body)(torch.rand(6, 3, 5))
+
+
+# Scales per step
+
+
+def test_temporal_effective_batch_norm():
+    """Against the formula, step by step, in float64: values, gradients, fused."""
+    torch.manual_seed(0)
+    norm, scale, x = nn.BatchNorm2d(3), sf.StepScale(5), torch.randn(5, 4, 3, 2, 2)
+    with torch.no_grad():
+        for p in (norm.weight, norm.bias, scale.scale):
+            p.uniform_(0.5, 2.0)
+    net, x = sf.Temporal(nn.Sequential(norm, scale).double()), x.double().requires_grad_()
+    parameters = [x, *net.parameters()]
+    mean, deviation = x.mean((0, 1, 3, 4)), x.var((0, 1, 3, 4), correction=0) + norm.eps
+    steps = []
+    for t in range(5):
+        normed = (x[t] - mean.view(-1, 1, 1)) / deviation.sqrt().view(-1, 1, 1)
+        affine = normed * norm.weight.view(-1, 1, 1) + norm.bias.view(-1, 1, 1)
+        steps.append(scale.scale[t] * affine)
+    for y in (net(x), sf.fuse(net)(x)):
+        torch.testing.assert_close(y, torch.stack(steps))
+        found, expected = (
+            torch.autograd.grad(v.pow(3).sum(), parameters, retain_graph=True)
+            for v in (y, torch.stack(steps))
+        )
+        torch.testing.assert_close(found, expected)
+
+
+def test_wrong_scales():
+    with pytest.raises(ValueError, match="num_steps is 0"):
+        sf.StepScale(0)
+    net = sf.Temporal(nn.Sequential(sf.StepScale(3)))
+    with pytest.raises(ValueError, match="StepScale received 4 time steps: expected 3"):
+        net(torch.rand(4, 2, 5))
+    with pytest.raises(ValueError, match="StepScale needs the whole sequence in one call"):
+        net(torch.rand(3, 2, 5), return_state=True)
 
 
 # Parallel neurons

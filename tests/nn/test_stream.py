@@ -144,7 +144,7 @@ def test_wrong_networks_and_states() -> None:
     with pytest.raises(TypeError, match=r"layer 'net.0' \(GRU\) has a memory of its own"):
         sf.Stream(nn.Sequential(nn.GRU(2, 2)))(torch.ones(1, 2))
     stream = sf.Stream(nn.Sequential(nn.Linear(2, 2), sf.LIF()))
-    with pytest.raises(ValueError, match=r"entries for \(0\), the network has neurons \(net.1\)"):
+    with pytest.raises(ValueError, match=r"entries for \(0\): expected \(net.1\)"):
         stream.state = {"0": ()}
     with pytest.raises(TypeError, match="state is a tuple: expected a dict"):
         stream.state = (torch.zeros(1, 2),)

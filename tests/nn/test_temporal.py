@@ -511,7 +511,7 @@ def test_the_printed_network():
 def test_a_neuron_called_twice():
     net, neuron = sf.Temporal(Twice()), sf.IF(0.5)
     assert torch.equal(net(X), neuron(neuron(X)))
-    message = "neuron 'net.neuron' is called twice in one step, so its state is ambiguous"
+    message = "layer 'net.neuron' is called twice in one step, so its state is ambiguous"
     with pytest.raises(ValueError, match=message):
         net(X, return_state=True)
     with pytest.raises(ValueError, match=message):
@@ -559,10 +559,10 @@ VALUE_ERRORS = {
     r"impl is 'fast': expected one of auto, triton, numba, reference": (
         lambda: linear()(X, impl="fast")
     ),
-    r"entries for \(0\), the network has neurons \(net.1\): pass what return_state=True": (
+    r"entries for \(0\): expected \(net.1\), as return_state=True returned": (
         lambda: linear()(X, state={"0": (torch.zeros(2, 5),)})
     ),
-    r"state has entries for \(\), the network has neurons \(net.1\)": lambda: linear()(X, state={}),
+    r"state has entries for \(\): expected \(net.1\)": lambda: linear()(X, state={}),
     r"LIF: state v is \[3, 5\] on cpu: expected \[2, 5\] on cpu": (
         lambda: linear()(X, state={"net.1": (torch.zeros(3, 5),)})
     ),

@@ -296,7 +296,7 @@ def test_spikingjelly_batch_norms(norm):
     expected, ours = net(x), sf.convert(net)
     assert_same_spikes(run_ours(ours, x), expected)
     if norm.startswith("Temporal"):
-        with pytest.raises(ValueError, match="T is 4: expected 5"):
+        with pytest.raises(ValueError, match="received 4 time steps: expected 5"):
             run_ours(ours, x[:4])
 
 

@@ -139,7 +139,7 @@ def test_layers_over_time(monkeypatch):
     assert expected.std() > 0.1
     for name in ("lif1", "lif2", "lif3"):
         assert torch.equal(found[name], wanted[name])
-    with pytest.raises(ValueError, match="T is 2: expected 3"):
+    with pytest.raises(ValueError, match="received 2 time steps: expected 3"):
         ours(x[:2])
 
 

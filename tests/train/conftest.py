@@ -9,10 +9,24 @@ from pathlib import Path
 import pytest
 
 from spikefuse import models
+from spikefuse.train import plots
 from spikefuse.train.cli import main
 from tests.train.programs import plain
 
 Spikefuse = Callable[..., int]
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Draw the figures of runs."""
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save figures as empty files, since to draw them takes longer than a small run, except in
+    tests with the fixture `drawn`."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(plots, "_save", lambda figure, path: path.touch())
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import multiprocessing
 import os
 import shlex
 import subprocess
@@ -45,16 +44,13 @@ def with_others(
     Returns:
         The exit code of this process, and the output of the others, which end with the same code.
     """
-    job = {"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
-           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port())}  # fmt: skip
-    context, others = multiprocessing.get_context("forkserver"), []
-    context.set_forkserver_preload(["spikefuse.train.run", __name__])
+    context, port, others = processes.forkserver(), processes.free_port(), []
     with pytest.MonkeyPatch.context() as patch:
-        for rank in reversed(range(count)):
-            job |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            if rank:
-                others.append(context.Process(target=_other, args=(folder, dict(job), arguments)))
-                others[-1].start()
+        for rank in range(1, count):
+            job = processes.job(rank, count, port)
+            others.append(context.Process(target=_other, args=(folder, job, arguments)))
+            others[-1].start()
+        job = processes.job(0, count, port)
         for name, value in job.items():
             patch.setenv(name, value)
         code = alone(*arguments)

@@ -43,6 +43,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_run(
     spikefuse: Spikefuse, tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

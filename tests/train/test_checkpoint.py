@@ -253,11 +253,11 @@ def test_entries_of_other_types(
     command: str,
 ) -> None:
     """Each is read, or refused in one line, and leaves the run as it was."""
-    whole, rng = torch.load(trained / "last.ckpt", weights_only=True), random.Random(1)
+    whole, rng = torch.load(trained / "last.ckpt", weights_only=True), random.Random(command)
     chosen = [(path, other) for path in places(whole) for other in OTHERS]
     own = [(path, other) for path, other in chosen if path[0] == "spikefuse" and len(path) < 3]
     assert len(chosen) > 1000
-    chosen = rng.sample(chosen, 25) + rng.sample(own, 15)
+    chosen = rng.sample(chosen, 14) + rng.sample(own, 8)  # others for each command
     shutil.copyfile(trained / "best.ckpt", "best.ckpt")
     refused = 0
     for path, other in chosen:
@@ -275,7 +275,7 @@ def test_entries_of_other_types(
         if code:  # PyTorch may warn before
             assert errors.splitlines()[-1].startswith("spikefuse "), (path, other)
         refused += code != 0
-    assert refused > 10
+    assert refused > 5
 
 
 def test_a_run_is_resumed_by_one_process_at_a_time(

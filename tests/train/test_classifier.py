@@ -28,7 +28,7 @@ from spikefuse.train.seeding import order
 
 Spikefuse = Callable[..., int]
 SHAPES = {"nmnist": (2, 8, 8), "shd": (30,)}
-CONFIG = TrainConfig(model="mlp", num_steps=2, batch_size=256, epochs=2)
+CONFIG = TrainConfig(model="mlp", num_steps=2, batch_size=256, epochs=2, fuse=False)
 
 
 def frames(num: int, num_steps: int, shape: tuple[int, ...], seed: int) -> Frames:
@@ -56,6 +56,7 @@ def events(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return name
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_run_on_event_data(spikefuse: Spikefuse, tmp_path: Path, events: str) -> None:
     options = "--model mlp -T 5 --epochs 8 --batch-size 20 --device cpu --lr 0.01"
     assert (

@@ -13,6 +13,8 @@ from spikefuse.train.classifier import Classifier
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.plots import plot_curves, plot_raster, record_example
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 
 def test_record_sees_every_layer() -> None:
     module = Classifier(TrainConfig(num_steps=5, threshold=0.3)).eval()

@@ -17,7 +17,7 @@ import torch
 from spikefuse.train.processes import Processes
 from spikefuse.train.tasks import Task, Totals
 from tests.processes import SECONDS, ended, wait_for
-from tests.train.runs import OPTIONS, start
+from tests.train.runs import OPTIONS, start, with_others
 
 Spikefuse = Callable[..., int]
 
@@ -51,10 +51,12 @@ def test_sigterm_saves_with_several_processes(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_user_error_is_reported_once(tmp_path: Path) -> None:
-    process = start(2, tmp_path, "train", *OPTIONS, "--batch-size", "127")
-    output = ended(process)
-    assert process.returncode != 0
+def test_user_error_is_reported_once(
+    alone: Spikefuse, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, output = with_others(alone, tmp_path, "train", *OPTIONS, "--batch-size", "127")
+    output += capfd.readouterr().err
+    assert code == 2
     assert output.count("--batch-size is 127: expected a multiple of the 2 processes") == 1
     assert not (tmp_path / "runs").exists()
 

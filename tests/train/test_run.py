@@ -27,6 +27,7 @@ Spikefuse = Callable[..., int]
 SHARED = (*OPTIONS, "--time-ranks", "2")
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_run_and_its_evaluation(
     spikefuse: Spikefuse, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

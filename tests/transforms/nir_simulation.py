@@ -21,6 +21,7 @@ class _Simulation:
         self.nodes, self.dt = graph.nodes, dt
         self.before = {n: [a for a, b in graph.edges if b == n] for n in graph.nodes}
         self.states: dict[str, Tensor] = {}
+        self.past: dict[str, list[Tensor]] = {}
         self.fired: dict[str, Tensor] = {}
 
     def step(self, x: Tensor) -> Tensor:
@@ -63,6 +64,12 @@ class _Simulation:
             return x * p["scale"]
         if kind == "Threshold":
             return (x > p["threshold"]).double()
+        if kind == "Delay":
+            steps = (p["delay"] / dt).round().long()
+            past = self.past.setdefault(name, [])
+            past.append(x)
+            parts = [torch.where(steps == d, y, 0.0) for d, y in enumerate(reversed(past))]
+            return sum(parts)  # type: ignore[return-value]
         v = self.states.get(name, p.get("v_leak", torch.tensor(0.0)))
         if kind in ("CubaLI", "CubaLIF"):
             current = self.states.get(f"{name} current", torch.tensor(0.0))

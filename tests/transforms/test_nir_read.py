@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
-from spikefuse import hdf5
+from spikefuse import isolated
 from spikefuse.nn import Feedback
 from spikefuse.transforms.nir_layers import Scale
 from tests.transforms.nir_simulation import simulate
@@ -48,7 +48,7 @@ def assert_same(graph: Any, shape: tuple[int, ...], spiking: bool = True) -> nn.
     """Compare the network of a graph with the graph's equations, and return it."""
     torch.set_default_dtype(torch.float64)
     try:
-        net, x = sf.from_nir(graph, dt=DT), sequence(*shape)
+        net, x = sf.from_nir(graph, dt=DT).eval(), sequence(*shape)
         y = sf.Temporal(net)(x, impl="reference")
         simulated = simulate(graph, x, DT)
     finally:
@@ -228,6 +228,15 @@ def test_round_trip_through_a_file(tmp_path: Path) -> None:
         assert torch.equal(net(x), y)
 
 
+def test_delays() -> None:
+    """Rounded in evaluation mode."""
+    nodes = {"delay": nir.Delay(np.array([0.0, 1e-3, 3e-3, 2.6e-3])), "lif": lif()}
+    graph = graph_of((4,), {**nodes, "same": nir.Delay(full(2e-3, 4))})
+    net = assert_same(graph, (4,))
+    assert net.delay.delay.tolist() == pytest.approx([0, 1, 3, 2.6])
+    assert (net.same.channels, net.same.max_delay) == (1, 2)
+
+
 def test_training_and_the_surrogate() -> None:
     graph = graph_of((4,), {"lin": nir.Affine(normal(4, 4), normal(4)), "lif": lif()})
     surrogate = sf.surrogate.Triangle()
@@ -243,7 +252,7 @@ def refused(node: Any) -> Any:
 
 
 REFUSED = {
-    "'node' (Delay): there is no layer for delays": lambda: refused(nir.Delay(full(1e-3, 4))),
+    "'node' (Delay): its delay is negative": lambda: refused(nir.Delay(full(-1e-3, 4))),
     "'node' (LIF): its tau is 1e-05, and a time step 0.001": lambda: refused(lif(tau=1e-5)),
     "'node' (LIF): its tau is not finite": lambda: refused(lif(tau=np.inf)),
     "'node' (LI): its v_leak is not 0": lambda: refused(
@@ -274,6 +283,11 @@ REFUSED = {
         (4,),
         {"lif": lif(), "w": nir.Linear(normal(4, 4))},
         [("input", "lif"), ("lif", "w"), ("w", "lif"), ("w", "output")],
+    ),
+    "the cycle of lif, d: body contains a neuron, or a layer of several": lambda: graph_of(
+        (4,),
+        {"lif": lif(), "d": nir.Delay(full(1e-3, 4))},
+        [("input", "lif"), ("lif", "d"), ("d", "lif"), ("lif", "output")],
     ),
     "the cycle of w, v: it has 0 neurons": lambda: graph_of(
         (4,),
@@ -310,7 +324,7 @@ def path(tmp_path: Path) -> Path:
 def test_a_file_at_which_the_hdf5_library_never_ends(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hdf5, "SECONDS", 0.5)
+    monkeypatch.setattr(isolated, "SECONDS", 0.5)
     content = bytearray(path.read_bytes())
     content[content.index(b"GCOL") + 25] = 8  # in the size of a string
     path.write_bytes(content)

@@ -84,6 +84,18 @@ def test_at_the_threshold() -> None:
     assert graph.nodes["0"].v_threshold.item() == np.nextafter(np.float32(1), np.float32(0))
 
 
+def test_delays() -> None:
+    """Those of each channel, rounded to steps."""
+    delay = sf.Delay(4, max_delay=3)
+    with torch.no_grad():
+        delay.delay.copy_(torch.tensor([0.0, 2.6, 1.2, 5.0]))
+    net = nn.Sequential(delay, nn.Conv2d(4, 4, 2), sf.LIF(0.5, 0.3), sf.Delay(1, 2))
+    kinds = assert_same(net, sequence(4, 3, 3))
+    assert [*kinds.values()].count("Delay") == 2
+    node = sf.to_nir(net, sequence(4, 3, 3), dt=DT).nodes["0"]
+    assert node.delay[:, 0, 0].tolist() == pytest.approx([0, 3e-3, 1e-3, 3e-3])
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ from spikefuse.neurons.sliding_psn import SlidingPSN
 from spikefuse.nn.call import active
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import refusal_of
-from spikefuse.nn.over_time import PSN
+from spikefuse.nn.over_time import PSN, StepScale
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.transforms.converters.common import (
     FOLDED,
@@ -255,24 +255,13 @@ class SequenceDropout2d(SequenceDropout):
         return F.dropout2d(torch.ones_like(x), self.p)
 
 
-class ScaledBatchNorm(nn.BatchNorm1d):
-    """Batch norm of `[T*B, C, ...]` with a learned scale for each step, `scale[t]`."""
+class ScaledBatchNorm(StepScale, nn.BatchNorm1d):
+    """Batch norm of `[T, B, C, ...]` with a learned scale for each step."""
 
-    scale: nn.Parameter
-
-    def forward(self, x: Tensor) -> Tensor:
-        if active.call is None:  # [T, B, C, ...]
-            return self.scaled(self.normed(x.flatten(0, 1)), len(x)).unflatten(0, x.shape[:2])
-        return self.scaled(self.normed(x), active.call.num_steps)
-
-    def normed(self, x: Tensor) -> Tensor:
-        return super().forward(x.flatten(2) if x.ndim > 3 else x).view(x.shape)
-
-    def scaled(self, y: Tensor, steps: int) -> Tensor:
-        if steps != len(self.scale):
-            raise ValueError(f"T is {steps}: expected {len(self.scale)}, the steps of its scale")
-        y = y.unflatten(0, (steps, -1))
-        return (y * self.scale.view(-1, *(1,) * (y.ndim - 1))).flatten(0, 1)
+    def over_time(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        rows = x.flatten(3) if x.ndim > 4 else x
+        y = nn.BatchNorm1d.forward(self, rows.flatten(0, 1))
+        return super().over_time(y.view(x.shape))
 
 
 def dropout(kind: type[nn.Dropout]) -> Callable[[Any], tuple[nn.Module, str]]:
@@ -440,7 +429,7 @@ REFUSED = {
         "it is a neuron or layer with a state of its own, written for SpikingJelly: write it for "
         "spikefuse, see docs/write-a-neuron.md",
     ),
-    "Delay": "see docs/how-to/delays.md for delays",
+    "Delay": "use sf.Delay(1, max_delay), see docs/how-to/delays.md",
     **dict.fromkeys(
         ("TLastMultiStepContainer", "TLastSeqToANNContainer"),
         "its time runs along the last dim: use the container with time first",

@@ -1,4 +1,4 @@
-"""The process that reads HDF5 files, and its limits."""
+"""The process that reads files, and its limits."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from spikefuse import hdf5
+from spikefuse import isolated
 
 h5py = pytest.importorskip("h5py")
 READERS = {
     "raise OverflowError('a\\nb')": "OverflowError: a b",
-    "os.abort()": "the HDF5 library crashes",
+    "os.abort()": "h5py crashes",
     "bytearray(1 << 30)": "MemoryError",
     "while True: pass": "an array takes more than 1 seconds",
     "yield from 300 * [np.zeros(1 << 13)]": "more than 16777216 bytes of content",
-    "yield np.array([{}])": "Object arrays cannot be saved",
+    "yield np.array([{}])": "elements of type object",
 }
 
 
@@ -38,38 +38,59 @@ def reader(folder: Path, *lines: str) -> Path:
 
 @pytest.mark.parametrize("line", READERS)
 def test_readers_that_fail(path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    monkeypatch.setattr(hdf5, "SECONDS", 1.0)
-    monkeypatch.setattr(hdf5, "MIN_BYTES", 1 << 24)
+    monkeypatch.setattr(isolated, "SECONDS", 1.0)
+    monkeypatch.setattr(isolated, "MIN_BYTES", 1 << 24)
     program = reader(path.parent, "yield file['x'][()]", line, "yield np.ones(1)")
     with pytest.raises(ValueError, match=re.escape(READERS[line])):
-        list(hdf5.arrays(program, path))
+        list(isolated.arrays(program, "h5py", path))
 
 
 def test_the_reader_of_the_arrays_may_take_any_time(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hdf5, "SECONDS", 1.0)
+    monkeypatch.setattr(isolated, "SECONDS", 1.0)
     program = reader(path.parent, "for i in range(3): yield np.full(1 << 20, i)")
     found = []
-    for array in hdf5.arrays(program, path):  # each fills the pipe
+    for array in isolated.arrays(program, "h5py", path):  # each fills the pipe
         time.sleep(0.6)
         found.append(int(array[-1]))
     assert found == [0, 1, 2]
+
+
+def test_one_process_reads_several_files(path: Path) -> None:
+    """A new one takes the place of one that ends, or whose arrays are not asked for."""
+    fails = path.parent / "fails.py"
+    fails.write_text("def read(file): return file['y']")
+    ends = path.parent / "ends.py"
+    ends.write_text("import os\ndef read(file): os.abort()")
+    program = reader(path.parent, "yield file['x'][()]", "yield np.array(os.getpid())")
+    with isolated.Reader() as process:
+        (x, first), (_, again) = (process.arrays(program, "h5py", path) for _ in range(2))
+        assert x.tolist() == [1, 2]
+        with pytest.raises(ValueError, match="KeyError"):
+            next(process.arrays(fails, "h5py", path))
+        _, third = process.arrays(program, "h5py", path)
+        assert first == again == third != os.getpid()
+        with pytest.raises(ValueError, match="h5py crashes"):
+            next(process.arrays(ends, "h5py", path))
+        next(process.arrays(program, "h5py", path))
+        _, second = process.arrays(program, "h5py", path)
+        assert second != first
 
 
 def test_sizes_that_a_file_claims(path: Path) -> None:
     with h5py.File(path, "a") as file:
         file.create_dataset("a/b", (1 << 40,), "f8", chunks=(1024,))
     with pytest.raises(ValueError, match="more than 268435456 bytes of content"):
-        next(hdf5.arrays(reader(path.parent, "yield file['x'][()]"), path))
+        next(isolated.arrays(reader(path.parent, "yield file['x'][()]"), "h5py", path))
 
 
 def test_files_that_are_not_read(tmp_path: Path) -> None:
     program = reader(tmp_path, "yield from ()")
     with pytest.raises(FileNotFoundError, match=r"nothing\.h5"):
-        next(hdf5.arrays(program, tmp_path / "nothing.h5"))
+        next(isolated.arrays(program, "h5py", tmp_path / "nothing.h5"))
     with pytest.raises(ValueError, match="not an HDF5 file"):
-        next(hdf5.arrays(program, program))
+        next(isolated.arrays(program, "h5py", program))
     os.mkfifo(tmp_path / "fifo.h5")
     with pytest.raises(ValueError, match="it is not a regular file"):
-        next(hdf5.arrays(program, tmp_path / "fifo.h5"))
+        next(isolated.arrays(program, "h5py", tmp_path / "fifo.h5"))

@@ -1,0 +1,84 @@
+"""Integrate-and-fire neuron of converted networks."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from spikefuse.neurons.definition import Neuron, State, States
+from spikefuse.neurons.parameters import Value, number, positive
+from spikefuse.neurons.surrogate import Sigmoid, Surrogate
+
+Negative = Literal["never", "undo", "always"]
+
+
+class RateIF(Neuron):
+    """Integrate-and-fire neuron whose mean output approximates a clipped ReLU of its mean input.
+
+    Equation, per time step, with potential `v` in units of the threshold, which is 0.5 before the
+    first step, input `x`, spike `s` and the excess `n` of positive over negative spikes::
+
+        h = v + (x + shift) / threshold
+        s = 1 if h >= 1, -1 if h < 0 and negative spikes are allowed, else 0
+        v = h - s,  n = n + s
+        y = threshold * s
+
+    For an input with the mean `m` over T steps, the mean of `y` is `threshold` times
+    clip(floor(T * m / threshold + 0.5) / T, 0, 1) if the input is constant. If it varies, negative
+    spikes undo those that came too early.
+
+    Shapes: `x`, `y`: `[T, B, ...]` (float32, bfloat16 or float16); states: `[B, ...]` (float32).
+
+    Source: Bu et al., "Optimal ANN-SNN Conversion for High-accuracy and Ultra-low-latency Spiking
+    Neural Networks", ICLR 2022 (initial potential); Wang et al., "Signed Neuron with Memory:
+    Towards Simple, Accurate and High-Efficient ANN-SNN Conversion", IJCAI 2022 (negative spikes).
+
+    Example::
+
+        neuron = sf.RateIF(threshold=2.0)
+        x = torch.full((8, 1), 0.5)
+        y = neuron(x).mean(0)  # 0.5: two of eight steps have a spike of 2.0
+
+    Args:
+        threshold: the largest mean of the output, positive; a tensor has one for each channel.
+        negative: "never" emit negative spikes, "undo" positive ones while n > 0, or emit them
+            "always", for activations that may be negative.
+        shift: is added to the input.
+        surrogate: replaces the derivative of the spike; `Sigmoid(4.0)` by default.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
+    """
+
+    v = State(0.5)
+    n = State()
+
+    def __init__(
+        self,
+        threshold: Value = 1.0,
+        negative: Negative = "undo",
+        *,
+        shift: Value = 0.0,
+        surrogate: Surrogate | None = None,
+    ) -> None:
+        super().__init__()
+        self.threshold = positive("threshold", threshold)
+        if negative not in get_args(Negative):
+            raise ValueError(
+                f"negative is {negative!r}: expected one of {', '.join(get_args(Negative))}"
+            )
+        self.negative = negative
+        self.shift = number("shift", shift)
+        self.surrogate = Sigmoid() if surrogate is None else surrogate
+
+    def step(self, x: Tensor, v: Tensor, n: Tensor) -> tuple[Tensor, States]:
+        h = v + (x + self.shift) / self.threshold
+        self.expose(h=h)
+        s = self.surrogate(h - 1)
+        below = 1 - self.surrogate(h)
+        if self.negative == "undo":
+            s = s - below * (n >= 0.5).to(h.dtype)
+        elif self.negative == "always":
+            s = s - below
+        return self.threshold * s, (h - s, n + s.detach())

@@ -1,0 +1,180 @@
+"""Eligibility traces: how the states of neurons depend on parameters through all earlier steps.
+
+Parameters m that add `m a[t]` to an input x of neurons with the states v have the trace
+`e[t] = dv[t]/dm`, which follows `e[t] = J e[t - 1] + dv[t]/dx[t] a[t]` with `J = dv[t]/dv[t - 1]`.
+Its product with the gradient of the states before some steps is the gradient of m through all
+earlier steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from spikefuse._torch import version
+from spikefuse.scan.program import StateFlow
+
+#: For each state `[R, N, I]`, or `[R, 1, I]` where it is the same for all N neurons; None for 0.
+Trace = list[Tensor | None]
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class Derivatives(NamedTuple):
+    """The derivatives of the last states of some steps, a list for each of these states.
+
+    Attributes:
+        inputs: by each input, `[T, B, ...]`.
+        states: by each state before the steps, `[B, ...]`.
+    """
+
+    inputs: list[list[Tensor | None]]
+    states: list[list[Tensor | None]]
+
+
+def differentiate(
+    ends: Sequence[Tensor], inputs: Sequence[Tensor], states: Sequence[Tensor]
+) -> Derivatives:
+    """Differentiate last states, each of which depends on the inputs and states of its neuron."""
+    found = Derivatives([], [])
+    to = [x for x in (*inputs, *states) if x.requires_grad]
+    alive = [end for end in ends if to and end.requires_grad]
+    for end in ends:
+        grads: dict[int, Tensor | None] = {}
+        if any(end is other for other in alive):
+            # With zeros for the others, one kernel computes the derivatives of each of them.
+            seeds = [torch.full_like(other, other is end) for other in alive]
+            each = torch.autograd.grad(alive, to, seeds, retain_graph=True, allow_unused=True)
+            grads = dict(zip(map(id, to), each, strict=True))
+        found.inputs.append([grads.get(id(x)) for x in inputs])
+        found.states.append([grads.get(id(x)) for x in states])
+    return found
+
+
+class Source(NamedTuple):
+    """Parameters that reach an input of neurons, and what they are multiplied by.
+
+    Attributes:
+        place: of the input among all.
+        values: `[T, R, I]`, where the R rows are samples, or samples and positions.
+        matrix: `[N, I]`, with the graph of the parameters; None for a convolution.
+        convolution: of the values of one step; its bias is another source.
+    """
+
+    place: int
+    values: Tensor
+    matrix: Tensor | None
+    convolution: Any = None
+
+    def updated(self, trace: Trace, derivatives: Derivatives, flow: Sequence[StateFlow]) -> Trace:
+        """Return the trace after some steps, given that before, which is empty at rest."""
+        found: Trace = []
+        for k, (inputs, states, is_uniform) in enumerate(flow):
+            total: Tensor | None = None
+            for i in states if trace else ():
+                before, by_state = trace[i], derivatives.states[k][i]
+                if before is not None and by_state is not None:
+                    rows = self._by_neuron(by_state, 1, is_uniform)[0, ..., None]
+                    # In place, since a trace may be the largest tensor.
+                    total = rows * before if total is None else total.addcmul_(rows, before)
+            by_input = derivatives.inputs[k][self.place]
+            if by_input is not None and self.place in inputs:
+                rows = self._by_neuron(by_input, len(self.values), is_uniform).permute(1, 2, 0)
+                values = self.values.flatten(2).transpose(0, 1).to(rows.dtype)
+                total = rows @ values if total is None else total.baddbmm_(rows, values)
+            found.append(total)
+        return found
+
+    def _by_neuron(self, x: Tensor, num_steps: int, is_uniform: bool) -> Tensor:
+        """`[T, R, N]`, or `[T, R, 1]` for derivatives that are the same for all neurons."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        x = x.reshape(num_steps, self.values.shape[1], -1).to(dtype)
+        return x[..., :1] if is_uniform else x
+
+    def contributions(
+        self, trace: Trace, grads: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return functions of the parameters and their gradients, given those of the states before
+        some steps."""
+        functions, found = [], []
+        for e, grad in zip(trace, grads, strict=True):
+            if e is None or grad is None:
+                continue
+            if self.matrix is None:
+                assert self.convolution is not None
+                step = e.view(self.values.shape[1:]).to(self.convolution.weight.dtype)
+                # The gradients of the bias add up to 0.
+                y = self.convolution(step) - self.convolution(torch.zeros_like(step))
+                total = grad.reshape(y.shape)
+            else:
+                y, rows = self.matrix, grad.reshape(len(e), -1)
+                is_uniform = e.shape[1] == 1
+                equation = "rn,ri->ni" if is_uniform else "rn,rni->ni"
+                total = torch.einsum(equation, rows, e.squeeze(1) if is_uniform else e)
+            functions.append(y)
+            found.append(total.to(y.dtype))
+        return functions, found
+
+
+def constant(place: int, x: Tensor, value: Tensor) -> Source:
+    """The source of a parameter that each step of an input `x` `[T, B, ...]` contains.
+
+    Args:
+        value: broadcasts to `[...]`.
+    """
+    ones = x.new_ones(()).expand(*x.shape[:2], 1)
+    return Source(place, ones, value.expand(x.shape[2:]).reshape(-1, 1))
+
+
+class Layers:
+    """Finds the sources of what neurons receive.
+
+    Attributes:
+        calls: the calls of linear layers and convolutions: output and its version, layer, input.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self.calls: list[tuple[Tensor, int, nn.Module, Tensor]] = []
+        self._handles = [
+            module.register_forward_hook(self._add)
+            for module in net.modules()
+            if type(module).forward is nn.Linear.forward or isinstance(module, CONVOLUTIONS)
+        ]
+
+    def _add(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.calls.append((output, version(output), module, args[0].detach()))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def sources(self, place: int, x: Tensor) -> list[Source]:
+        """The sources of an input `[T, B, ...]` that is what one of the layers returned; empty for
+        other inputs."""
+        for output, known, module, values in self.calls:
+            is_same = x.data_ptr() == output.data_ptr() and x.numel() == output.numel()
+            if not is_same or version(x) != known:  # changed in place
+                continue
+            y = output.unflatten(0, (len(x), -1))
+            in_order = x.is_contiguous() and y.is_contiguous()
+            if in_order or (x.shape, x.stride()) == (y.shape, y.stride()):
+                return _sources(place, y, module, values.unflatten(0, (len(x), -1)))
+        return []
+
+
+def _sources(place: int, x: Tensor, module: Any, values: Tensor) -> list[Source]:
+    if isinstance(module, nn.Linear):
+        found = [Source(place, values.flatten(1, -2), module.weight)]
+        if module.bias is not None:
+            rows = x.flatten(1, -2)
+            found.append(constant(place, rows, module.bias))
+        return found
+    found = [Source(place, values, None, module)]
+    if module.bias is not None:
+        bias = module.bias.view(-1, *[1] * (x.ndim - 3))
+        found.append(constant(place, x, bias))
+    return found

@@ -1,0 +1,336 @@
+"""How one call of a network learns by a rule: its graph is cut at each neuron.
+
+A neuron gives its inputs two gradients. That through its states goes to the parameters of the
+layers in front of it, up to the neurons before; that of the same time step goes on to these
+neurons. So backward goes through the pieces of the graph one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, channel_view
+from spikefuse.neurons.online import INPUT, OnlineNeuron, online_neuron, with_gradient_of
+from spikefuse.neurons.per_step import with_inputs
+from spikefuse.nn.call import Observer, Scan, active
+from spikefuse.nn.eligibility import Layers, Source, Trace, constant, differentiate
+from spikefuse.nn.feedback import Feedback
+from spikefuse.nn.neuron import from_rest, scan_neuron
+from spikefuse.nn.recurrent import Recurrent
+from spikefuse.scan.layout import flatten_steps, unflatten_steps
+from spikefuse.scan.program import StateFlow, kinds_of, prepare
+from spikefuse.scan.records import Arguments, Results, Wanted
+
+MaybeTensors = Sequence[Tensor | None]
+
+_NO_CONVOLUTION = (
+    "a convolution is in front of neuron '{}', whose traces would differ for each synapse by rule "
+    "'{}': pass the whole sequence without state= and return_state=True, use rule='sltt', or "
+    "'ottt' where the decay is the same for all neurons"
+)
+
+
+class Cut(NamedTuple):
+    """A neuron, where the graph is cut.
+
+    Attributes:
+        received: its inputs and first states, with the graph of the layers in front of it.
+        leaves: the same without a graph; their gradients are those through the states.
+        twins: the inputs once more; their gradients are those of the same time step.
+        results: its outputs.
+        outputs: the same without a graph, as later layers read them.
+        sources: of its inputs, and their traces before the call.
+    """
+
+    received: list[Tensor]
+    leaves: list[Tensor]
+    twins: list[Tensor]
+    results: list[Tensor]
+    outputs: list[Tensor]
+    sources: list[tuple[Source, Trace]]
+
+
+class Learning(Observer):
+    """One call of a network that learns; in a `with` block, its neurons belong to it.
+
+    Attributes:
+        traces: by neuron, before the call; None for a whole sequence, which needs none.
+        traces_after: the same after the call.
+        cuts: in the order of the call; backward drops them.
+        roots: the outputs of the network with their pieces of the graph.
+        hidden: inputs of the network and outputs of neurons, without a graph, by id.
+        outer: the inputs of the network, by the id of the same without a graph.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        rule: str,
+        traces: dict[str, list[Trace]] | None,
+    ) -> None:
+        self.net, self.rule, self.traces = net, rule, traces
+        self.traces_after: dict[str, list[Trace]] = {}
+        self.cuts: list[Cut] = []
+        self.roots: list[Tensor] = []
+        self.hidden: dict[int, Tensor] = {}
+        self.inputs: dict[int, Tensor] = {}
+        self.parameters: list[Tensor] = []
+        self.layers: Layers | None = None
+
+    def __enter__(self) -> None:
+        if self.traces is not None:
+            self.layers = Layers(self.net)
+
+    def __exit__(self, *error: Any) -> None:
+        if self.layers is not None:
+            self.layers.close()
+
+    def leaf(self, x: Tensor) -> Tensor:
+        """Return an input of the network without its graph if that is cut."""
+        if not x.requires_grad or self.rule == "sltt":
+            return x
+        found = self._hide(x)
+        self.inputs[id(found)] = x
+        return found
+
+    def _hide(self, x: Tensor) -> Tensor:
+        found = x.detach().requires_grad_(x.requires_grad)
+        self.hidden[id(found)] = found
+        return found
+
+    def scan(
+        self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
+    ) -> Results[Tensor]:
+        """Run a scan with the derivatives of the rule."""
+        assert isinstance(neuron, Neuron)
+        return super().scan(neuron, partial(self._scan, neuron, scan), arguments, wanted)
+
+    def _scan(
+        self, neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
+    ) -> Results[Tensor]:
+        definition = online_neuron(neuron, self.rule, wanted.outputs)
+        arguments, end = from_rest(neuron, arguments), None
+        layer = getattr(scan, "__self__", None)
+        sources: list[Source] = []
+        if self.layers is not None:
+            for i, x in enumerate(arguments.inputs):
+                sources += self.layers.sources(i, x)
+        if isinstance(layer, Recurrent | Feedback):
+            arguments, end, last = self._received(layer, arguments, wanted)
+            if self.layers is not None and isinstance(layer, Recurrent):
+                x = arguments.inputs[0]
+                matrix = torch.block_diag(*layer.effective_weight((x,)))
+                sources.append(Source(0, last, matrix))
+                if layer.bias is not None:
+                    sources.append(constant(0, x, layer.bias))
+        elif getattr(scan, "func", None) is not scan_neuron:
+            raise ValueError(
+                f"{type(neuron).__name__} is part of a Block, whose batch norm would be part of "
+                "the derivatives: use a batch norm and a neuron as layers of their own"
+            )
+        wanted = wanted._replace(outputs=())
+        if definition.rule == "sltt":
+            results = scan_neuron(definition, arguments, wanted)
+        else:
+            results = self._cut(definition, arguments, wanted, sources)
+        if end is not None and wanted.final:
+            results = results._replace(finals=[*results.finals, end])
+        return results
+
+    def _received(
+        self, layer: Recurrent | Feedback, arguments: Arguments[Tensor], wanted: Wanted
+    ) -> tuple[Arguments[Tensor], Tensor, Tensor]:
+        """What the neurons of a layer with feedback receive, with the gradients of its weights, and
+        what is fed back after the last step and at each step."""
+        (x, *others), states = arguments.inputs, arguments.states
+        definition = online_neuron(layer.neuron, "sltt")
+        with torch.no_grad():
+            names = Wanted(True, outputs=(FIRST_OUTPUT, INPUT), impl=wanted.impl)
+            (spikes, received), (*_, end), *_ = layer.scan(arguments, names, definition)
+            start = torch.zeros_like(x[:1]) if states is None else states[-1].to(x.dtype)[None]
+            last = torch.cat([start, spikes[:-1]])
+        fed = unflatten_steps(layer.receive(flatten_steps(x), flatten_steps(last)), len(x))
+        # Rounded as in the scan of the layer, so that the neurons spike as they did.
+        inputs = [with_gradient_of(received, fed), *others]
+        return arguments._replace(inputs=inputs, states=states and states[:-1]), end, last
+
+    def _cut(
+        self,
+        definition: OnlineNeuron,
+        arguments: Arguments[Tensor],
+        wanted: Wanted,
+        sources: list[Source],
+    ) -> Results[Tensor]:
+        inputs, states = [*arguments.inputs], arguments.states or ()
+        name = "" if active.call is None else active.call.names.get(id(definition.neuron), "")
+        if self.layers is not None:
+            definition, inputs, sources = _with_parameters(definition, inputs, sources)
+            self._check(name, [*inputs, *states], sources)
+        received = [*inputs, *states]
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in received]
+        has_hidden = [bool(self._split(_leaves_of([x]))[1]) for x in inputs]
+        twins = [
+            x.detach().requires_grad_(known) for x, known in zip(inputs, has_hidden, strict=True)
+        ]
+        first = leaves[len(inputs) :]
+        if self.layers is not None:
+            for s in first:
+                s.requires_grad_()
+        run = Arguments([*leaves[: len(inputs)], *twins], tuple(first) or None)
+        results = scan_neuron(definition, run, wanted)
+        before = [] if self.traces is None else self.traces.get(name, [])
+        if self.layers is not None and wanted.final:
+            flow = _flow_of(definition)
+            found = differentiate(results.finals, leaves[: len(inputs)], first)
+            for source in sources:
+                if source.convolution is not None and not all(f.is_uniform for f in flow):
+                    raise ValueError(_NO_CONVOLUTION.format(name, self.rule))
+            with torch.no_grad(), torch.autocast(received[0].device.type, enabled=False):
+                pairs = [(s, before[i] if before else []) for i, s in enumerate(sources)]
+                self.traces_after[name] = [s.updated(e, found, flow) for s, e in pairs]
+        outputs = [*map(self._hide, results.outputs)]
+        traces = [*zip(sources, before, strict=True)] if before else []
+        self.cuts.append(Cut(received, leaves, twins, [*results.outputs], outputs, traces))
+        return results._replace(outputs=outputs)
+
+    def _check(self, name: str, tensors: list[Tensor], sources: list[Source]) -> None:
+        """Raise a ValueError for parameters that reach a neuron past the sources."""
+        known = {id(x) for s in sources if s.matrix is not None for x in _leaves_of([s.matrix])}
+        known |= {id(p) for s in sources if s.convolution for p in s.convolution.parameters()}
+        parameters, _ = self._split(_leaves_of(tensors))
+        unknown = {id(p) for p in parameters} - known
+        if unknown:
+            names = [label for label, p in self.net.named_parameters() if id(p) in unknown]
+            raise ValueError(
+                f"the parameters {', '.join(names) or 'of the code'} reach neuron '{name}' through "
+                f"other layers than one nn.Linear or convolution directly before it, for which "
+                f"rule '{self.rule}' has no traces in parts of a sequence: pass the whole sequence "
+                "without state= and return_state=True, or use rule='sltt'"
+            )
+
+    def joined(self, values: list[Any]) -> list[Any]:
+        """Return the outputs of the network with one node of a graph in place of the pieces."""
+        self.roots = [y for y in values if isinstance(y, Tensor) and y.requires_grad]
+        if not (self.cuts and self.roots):
+            return values
+        pieces = [*self.roots, *(x for cut in self.cuts for x in (*cut.results, *cut.received))]
+        self.parameters, _ = self._split(_leaves_of(pieces))
+        outputs = iter(_Join.apply(self, *self.parameters, *self.inputs.values()))
+        is_root = [any(y is root for root in self.roots) for y in values]
+        return [next(outputs) if known else y for known, y in zip(is_root, values, strict=True)]
+
+    def _split(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Parameters, and inputs of the network and outputs of neurons."""
+        found: tuple[list[Tensor], list[Tensor]] = [], []
+        for x in tensors:
+            found[id(x) in self.hidden].append(x)
+        return found
+
+    def backward(self, grads: MaybeTensors) -> MaybeTensors:
+        """The gradients of the parameters and of the inputs, given those of `roots`."""
+        totals = _Totals()
+        totals.add(self.roots, grads, _leaves_of(self.roots))
+        self.roots = []
+        while self.cuts:
+            cut = self.cuts.pop()
+            totals.add(cut.results, totals.pop(cut.outputs), _leaves_of(cut.results))
+            through, instant = totals.pop(cut.leaves), totals.pop(cut.twins)
+            parameters, hidden = self._split(_leaves_of(cut.received))
+            totals.add(cut.received, through, parameters)
+            totals.add(cut.received[: len(instant)], instant, hidden)
+            for source, trace in cut.sources:
+                with torch.enable_grad():
+                    functions, found = source.contributions(trace, through[len(instant) :])
+                totals.add(functions, found, _leaves_of(functions))
+        return totals.pop([*self.parameters, *(self.hidden[i] for i in self.inputs)])
+
+
+class _Totals:
+    """Gradients of leaves, by their ids."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Tensor] = {}
+
+    def add(self, roots: Sequence[Tensor], grads: MaybeTensors, to: list[Tensor]) -> None:
+        """Add what gradients of `roots` are for the leaves `to`."""
+        pairs = zip(roots, grads, strict=True)
+        known = [(y, g) for y, g in pairs if g is not None and y.requires_grad]
+        if not known or not to:
+            return
+        ys, gs = zip(*known, strict=True)
+        # Another piece may read the same part of the graph, such as a weight that is computed.
+        found = torch.autograd.grad(ys, to, gs, retain_graph=True, allow_unused=True)
+        for x, g in zip(to, found, strict=True):
+            if g is not None:
+                before = self._found.get(id(x))
+                self._found[id(x)] = g if before is None else before + g
+
+    def pop(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return and drop gradients; None for those without one."""
+        return [self._found.pop(id(x), None) for x in tensors]
+
+
+class _Join(torch.autograd.Function):
+    """The outputs of a network whose graph is in pieces."""
+
+    @staticmethod
+    def forward(ctx: Any, learning: Learning, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.learning = learning
+        ctx.set_materialize_grads(False)
+        return tuple(y.detach() for y in learning.roots)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        learning, ctx.learning = ctx.learning, None
+        if learning is None:
+            raise RuntimeError("Online frees its graph in the first backward pass: call it again")
+        return None, *learning.backward(grads)
+
+
+def _with_parameters(
+    definition: OnlineNeuron, inputs: list[Tensor], sources: list[Source]
+) -> tuple[OnlineNeuron, list[Tensor], list[Source]]:
+    """Make the parameters of a neuron that are learned further inputs, whose gradients are those of
+    each neuron."""
+    neuron, x, found = definition.neuron, inputs[0], [*sources]
+    values = neuron.values()
+    learned = {n: p for n, p in values.items() if isinstance(p, Tensor) and p.requires_grad}
+    if not learned:
+        return definition, inputs, sources
+    inputs = [*inputs]
+    for name, p in learned.items():
+        value = channel_view(name, p, x.shape[1:])
+        found.append(constant(len(inputs), x, value))
+        inputs.append(value.to(x.dtype).expand(x.shape))
+    neuron = with_inputs(neuron, values, tuple(learned))
+    return online_neuron(neuron, definition.rule, definition.names), inputs, found
+
+
+def _flow_of(definition: OnlineNeuron) -> Sequence[StateFlow]:
+    description = definition.description()
+    kinds = kinds_of(description.values(definition))
+    return prepare(definition, "numba", description.statics, kinds, description.cache).state_flow
+
+
+def _leaves_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves of the graphs of tensors."""
+    found = {id(x): x for x in tensors if x.grad_fn is None and x.requires_grad}
+    pending = [x.grad_fn for x in tensors if x.grad_fn is not None]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        pending += [n for n, _ in node.next_functions if n is not None]
+    return [*found.values()]

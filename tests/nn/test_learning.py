@@ -1,0 +1,170 @@
+"""Networks of any structure that learn by rules, whole and in parts."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spikefuse as sf
+from tests.grid import on_grid
+
+
+class Branches(nn.Module):
+    """A norm, a residual, shared weights, a computed weight and hidden spikes among the outputs."""
+
+    def __init__(self, neuron: type[sf.Neuron], **options: object) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8)
+        self.shared, self.out = nn.Linear(8, 8, bias=False), nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.a, self.b, self.c = (neuron(threshold=0.3, **options) for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.a(self.norm(self.first(x)))
+        y = self.b(self.shared(x) + x)
+        z = self.c(self.shared(y) * self.scale + x)
+        return {"out": self.out(z + y), "hidden": y, "fixed": y.detach()}
+
+
+def gradients(net: nn.Module, x: Tensor, **options: object) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = net(x, **options)
+    assert not y["fixed"].requires_grad
+    net.zero_grad()
+    ((y["out"] ** 2).sum() + (y["hidden"] * x[..., :1]).sum()).backward()
+    return [x.grad, *(p.grad for p in net.parameters())]
+
+
+@pytest.mark.parametrize("rule", ["sltt", "d-rtrl"])
+def test_without_memory_rules_equal_backpropagation(rule, device):
+    net = sf.Temporal(Branches(sf.LIF, decay=0.0)).to(device)
+    x = on_grid((5, 4, 6), device)
+    impl = "reference" if device == "cpu" else "auto"
+    expected, y = gradients(net, x, impl=impl), net(x, impl=impl)
+    learner = sf.Online(net, rule)
+    for a, b in zip(gradients(learner, x, impl=impl), expected, strict=True):
+        assert b.any()
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert torch.equal(learner(x, impl=impl)["hidden"], y["hidden"])
+
+
+class TwoStates(sf.Neuron):
+    """A current, a potential with a soft reset, and a learned decay of each neuron."""
+
+    i, v = sf.State(), sf.State()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.surrogate = nn.Parameter(torch.linspace(0.6, 0.9, 8)), sf.surrogate.Erf()
+
+    def step(self, x, i, v):
+        i = 0.5 * i + x
+        h = self.decay * v + i
+        s = self.surrogate(h - 1.0)
+        return s, (i, h - s)
+
+
+def network(name: str) -> sf.Temporal:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    if name == "own":
+        layers += [nn.Linear(6, 8), TwoStates(), nn.Linear(8, 3), sf.LI(0.9)]
+    elif name == "recurrent":
+        options = {"bias": True, "heads": 2, "self_connections": False}
+        layers += [nn.Linear(6, 8), sf.Recurrent(sf.ALIF(0.8), 8, **options), nn.Linear(8, 3)]
+    elif name == "convolutions":
+        layers += [nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 3, padding=1), sf.LIF(0.8)]
+        layers += [nn.AvgPool1d(3), nn.Conv1d(4, 5, 1), sf.LIF(0.7, reset="soft"), nn.Flatten()]
+        layers += [nn.Linear(5, 3)]
+    else:
+        layers += [nn.Unflatten(1, (2, 3)), nn.Linear(3, 4), sf.LIF(0.8), nn.Flatten()]
+        layers += [nn.Linear(8, 3)]
+    net = sf.Temporal(nn.Sequential(*layers))
+    for layer in net.modules():
+        if isinstance(layer, nn.Linear | nn.Conv1d):
+            layer.weight.data *= 2  # so that neurons of all layers fire
+    return net
+
+
+def in_parts(net: sf.Temporal, rule: str, steps: int, impl: str = "reference") -> list[Tensor]:
+    dtype = torch.float64 if impl == "reference" else torch.float32
+    learner, x = sf.Online(net.to(dtype), rule), on_grid((6, 2, 6), seed=1).to(dtype) * 3
+    net.zero_grad()
+    state = None
+    for now in x.split(steps):
+        y, state = learner(now, state=state, return_state=True, impl=impl)
+        (y * now[..., :3]).sum().backward()
+    return [p.grad for p in net.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("own", "d-rtrl"),
+        ("own", "ottt"),
+        ("recurrent", "e-prop"),
+        ("recurrent", "sltt"),
+        ("convolutions", "ottt"),
+        ("tokens", "d-rtrl"),
+    ],
+)
+def test_parts_equal_the_whole(name, rule):
+    net = network(name)
+    expected = in_parts(net, rule, 6)
+    for steps in (4, 1):
+        for a, b in zip(in_parts(net, rule, steps), expected, strict=True):
+            assert b.any()
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_kernels_equal_the_loop():
+    net = network("recurrent")
+    expected, found = in_parts(net, "e-prop", 4), in_parts(net, "e-prop", 4, "auto")
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_copies():
+    learner = sf.Online(sf.Temporal(nn.Sequential(nn.Linear(6, 8), sf.LIF())), "ottt", "random")
+    x = torch.rand(3, 2, 6)
+    y = learner(x, impl="reference")
+    for twin in (copy.deepcopy(learner), pickle.loads(pickle.dumps(learner))):
+        assert torch.equal(twin(x, impl="reference"), y)
+        assert twin.state_dict().keys() == {"net.net.0.weight", "net.net.0.bias", "matrix"}
+
+
+def test_refusals():
+    def online(*layers: nn.Module, rule: str = "d-rtrl", **options: object) -> sf.Online:
+        return sf.Online(sf.Temporal(nn.Sequential(*layers)), rule, **options)
+
+    x = torch.rand(3, 2, 6)
+    with pytest.raises(TypeError, match="net is a Linear: expected a Temporal"):
+        sf.Online(nn.Linear(6, 8), "sltt")
+    with pytest.raises(ValueError, match="rule is 'stdp': expected one of bptt, sltt"):
+        online(nn.Linear(6, 8), sf.LIF(), rule="stdp")
+    with pytest.raises(ValueError, match="feedback is 'weight': expected one of symmetric"):
+        online(nn.Linear(6, 8), sf.LIF(), feedback="weight")
+    with pytest.raises(ValueError, match=r"no nn\.Linear"):
+        online(sf.LIF(), feedback="random")
+    with pytest.raises(ValueError, match=r"layer 'net.1' \(OverTime\) sees all time steps"):
+        online(nn.Linear(6, 8), sf.OverTime(torch.cumsum))
+    with pytest.raises(ValueError, match="LIF is part of a Block"):
+        online(nn.Linear(6, 8), sf.nn.Block(nn.BatchNorm1d(8), sf.LIF()))(x, impl="reference")
+    normed = online(nn.Linear(6, 8), nn.BatchNorm1d(8), sf.LIF())
+    normed(x, impl="reference")
+    with pytest.raises(ValueError, match=r"net.0.weight, .*net.1.bias reach neuron 'net.2'"):
+        normed(x, return_state=True, impl="reference")
+    conv = online(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 3), sf.LIF())
+    with pytest.raises(ValueError, match=r"convolution is in front of neuron 'net.2'"):
+        conv(x, return_state=True, impl="reference")
+    with pytest.raises(TypeError, match="state is a dict: expected what Online returned"):
+        normed(x, state={})
+    y = normed(x, impl="reference")
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="frees its graph"):
+        y.sum().backward()
