@@ -1,11 +1,12 @@
 """Run the benchmarks that suit this machine, then rebuild the tables of the documentation.
 
-    python -m benchmarks            on a GPU: neurons, recurrent layers, delays, blocks, networks;
+    python -m benchmarks            on a GPU: neurons, recurrent layers, delays, blocks, networks,
+                                    online learning;
                                     anywhere: events, first call, whole steps on a CPU
     python -m benchmarks --gpus     on several GPUs: data-parallel steps, time and neuron sharding
 
 Each runs in its own process, and the others still run if one fails. Training runs (`reproduce`,
-`accuracy`, `spoken_digits`) are started by hand.
+`accuracy`, `spoken_digits`, the tasks of `online`) are started by hand.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from benchmarks import record
 from benchmarks.runner import plain_parser
 
-ON_GPU = ("neurons steps", "neurons", "neurons block", "recurrent", "delays", "networks")
+ON_GPU = ("neurons steps", "neurons", "neurons block", "recurrent", "delays", "networks",
+          "online time", "online memory")  # fmt: skip
 TABLES = tuple(f"tables --page {page}" for page in record.PAGES)
 ANYWHERE = ("events", "neurons first_call", "cpu", "plasticity", *TABLES)
 WORKLOADS = ("resnet18-mnist", "alexnet-imagenet", "resnet34-imagenet")

@@ -69,9 +69,7 @@ def error(net: nn.Module, turn: float) -> float:
 def main(steps: int, adaptation: int = 1000) -> tuple[float, float, float]:
     """Return the errors after training, with turned channels, and after the adaptation."""
     torch.manual_seed(0)
-    net = sf.Temporal(nn.Sequential(
-        nn.Linear(CHANNELS, 64), sf.LIF(0.8),
-        nn.Linear(64, 2), sf.LI(0.8, decay_input=True)))  # fmt: skip
+    net = sf.Temporal(nn.Sequential(nn.Linear(CHANNELS, 128), sf.LIF(0.9), nn.Linear(128, 2)))
     train(net, steps)
     trained, drifted = error(net, 0.0), error(net, TURN)
     adapt(net, adaptation)

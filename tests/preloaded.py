@@ -1,5 +1,7 @@
-"""Imported by the server of the tests' processes before it forks any: what a first kernel and a
-first captured graph import takes each process two seconds."""
+"""Imports what a first kernel and a first captured graph need, and fills Numba's registries.
+
+The server of the tests' processes imports it before it forks them: each would take half a second.
+"""
 
 import torch._functorch.partitioners
 import torch._inductor.codecache  # noqa: F401

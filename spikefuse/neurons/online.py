@@ -7,9 +7,7 @@ the same time step.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from spikefuse._torch import children_of
 from spikefuse.neurons.definition import Neuron, call_step, with_outputs
 from spikefuse.neurons.description import bind
+from spikefuse.neurons.per_step import around
 from spikefuse.neurons.surrogate import Surrogate
 
 #: Names the first input among the outputs of an `OnlineNeuron`.
@@ -66,23 +65,11 @@ def online_neuron(neuron: Neuron, rule: str, names: tuple[str, ...] = ()) -> Onl
     """
     cache, key = neuron.description().cache, ("online", rule, names)
     if key not in cache:
-        definition = cache[key] = _class(type(neuron), rule != "sltt")()
+        twins = () if rule == "sltt" else tuple(f"{name}_now" for name in neuron.input_names)
+        kind = around(OnlineNeuron, type(neuron), (*neuron.input_names, *twins))
+        definition = cache[key] = kind()
         definition.neuron, definition.rule, definition.names = neuron, rule, names
     return cache[key]
-
-
-@cache
-def _class(kind: type[Neuron], twice: bool) -> type[OnlineNeuron]:
-    """`OnlineNeuron` with the states of a neuron and its inputs, perhaps twice."""
-    twins = [f"{name}_now" for name in kind.input_names] if twice else []
-    names = ("self", *kind.input_names, *twins, *kind.states)
-
-    def step(self: OnlineNeuron, *args: Tensor) -> Any:
-        return self.step_of_neuron(*args)
-
-    parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
-    setattr(step, "__signature__", inspect.Signature(parameters))  # noqa: B010
-    return type(f"{kind.__name__}Online", (OnlineNeuron,), {**kind.states, "step": step})
 
 
 class _Value(torch.autograd.Function):

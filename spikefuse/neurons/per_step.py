@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from spikefuse.neurons.definition import Neuron, call_step
+from spikefuse.neurons.definition import Neuron, State, call_step
 from spikefuse.neurons.description import bind
 
 
@@ -48,20 +48,24 @@ def with_inputs(neuron: Neuron, values: dict[str, Any], names: tuple[str, ...]) 
     Args:
         values: the run-time values of the neuron.
     """
-    definition = _class(type(neuron), len(names))()
+    inputs = *neuron.input_names, *(f"value{i}" for i in range(len(names)))
+    definition = around(PerStep, type(neuron), inputs)()
     definition.neuron = bind(neuron, {**values, **dict.fromkeys(names, 0.0)})
     definition.names = names
     return definition
 
 
 @cache
-def _class(kind: type[Neuron], num: int) -> type[PerStep]:
-    """`PerStep` with the states of a neuron, and its inputs and `num` more."""
-    names = ("self", *kind.input_names, *(f"value{i}" for i in range(num)), *kind.states)
+def around(base: type[Any], kind: type[Neuron], inputs: tuple[str, ...]) -> Any:
+    """Return `base` with these inputs, and the states of the neuron that is its attribute
+    `neuron`."""
 
-    def step(self: PerStep, *args: Tensor) -> Any:
+    def step(self: Any, *args: Tensor) -> Any:
         return self.step_of_neuron(*args)
 
+    names = ("self", *inputs, *kind.states)
     parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
     setattr(step, "__signature__", inspect.Signature(parameters))  # noqa: B010
-    return type(f"{kind.__name__}PerStep", (PerStep,), {**kind.states, "step": step})
+    firsts = {name: state.initial for name, state in kind.states.items()}
+    states = {n: State(f"neuron.{x}" if isinstance(x, str) else x) for n, x in firsts.items()}
+    return type(f"{kind.__name__}{base.__name__}", (base,), {**states, "step": step})

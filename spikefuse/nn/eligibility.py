@@ -23,24 +23,11 @@ Trace = list[Tensor | None]
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class Derivatives(NamedTuple):
-    """The derivatives of the last states of some steps, a list for each of these states.
-
-    Attributes:
-        inputs: by each input, `[T, B, ...]`.
-        states: by each state before the steps, `[B, ...]`.
-    """
-
-    inputs: list[list[Tensor | None]]
-    states: list[list[Tensor | None]]
-
-
-def differentiate(
-    ends: Sequence[Tensor], inputs: Sequence[Tensor], states: Sequence[Tensor]
-) -> Derivatives:
-    """Differentiate last states, each of which depends on the inputs and states of its neuron."""
-    found = Derivatives([], [])
-    to = [x for x in (*inputs, *states) if x.requires_grad]
+def differentiate(ends: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[Tensor | None]]:
+    """Differentiate each last state by each leaf, inputs and states `[B, ...]`, on which neurons
+    depend one by one."""
+    found: list[list[Tensor | None]] = []
+    to = [x for x in leaves if x.requires_grad]
     alive = [end for end in ends if to and end.requires_grad]
     for end in ends:
         grads: dict[int, Tensor | None] = {}
@@ -49,8 +36,7 @@ def differentiate(
             seeds = [torch.full_like(other, other is end) for other in alive]
             each = torch.autograd.grad(alive, to, seeds, retain_graph=True, allow_unused=True)
             grads = dict(zip(map(id, to), each, strict=True))
-        found.inputs.append([grads.get(id(x)) for x in inputs])
-        found.states.append([grads.get(id(x)) for x in states])
+        found.append([grads.get(id(x)) for x in leaves])
     return found
 
 
@@ -69,18 +55,24 @@ class Source(NamedTuple):
     matrix: Tensor | None
     convolution: Any = None
 
-    def updated(self, trace: Trace, derivatives: Derivatives, flow: Sequence[StateFlow]) -> Trace:
-        """Return the trace after some steps, given that before, which is empty at rest."""
+    def updated(
+        self, trace: Trace, derivatives: list[list[Tensor | None]], flow: Sequence[StateFlow]
+    ) -> Trace:
+        """Return the trace after some steps, given that before, which is empty at rest.
+
+        Args:
+            derivatives: from `differentiate`, by inputs and then states.
+        """
         found: Trace = []
         for k, (inputs, states, is_uniform) in enumerate(flow):
             total: Tensor | None = None
             for i in states if trace else ():
-                before, by_state = trace[i], derivatives.states[k][i]
+                before, by_state = trace[i], derivatives[k][i - len(flow)]
                 if before is not None and by_state is not None:
                     rows = self._by_neuron(by_state, 1, is_uniform)[0, ..., None]
                     # In place, since a trace may be the largest tensor.
                     total = rows * before if total is None else total.addcmul_(rows, before)
-            by_input = derivatives.inputs[k][self.place]
+            by_input = derivatives[k][self.place]
             if by_input is not None and self.place in inputs:
                 rows = self._by_neuron(by_input, len(self.values), is_uniform).permute(1, 2, 0)
                 values = self.values.flatten(2).transpose(0, 1).to(rows.dtype)
@@ -100,7 +92,7 @@ class Source(NamedTuple):
         """Return functions of the parameters and their gradients, given those of the states before
         some steps."""
         functions, found = [], []
-        for e, grad in zip(trace, grads, strict=True):
+        for e, grad in zip(trace, grads, strict=False):  # a trace is empty at rest
             if e is None or grad is None:
                 continue
             if self.matrix is None:
@@ -148,9 +140,10 @@ class Layers:
         self.calls.append((output, version(output), module, args[0].detach()))
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and forget the calls."""
         for handle in self._handles:
             handle.remove()
+        self.calls.clear()
 
     def sources(self, place: int, x: Tensor) -> list[Source]:
         """The sources of an input `[T, B, ...]` that is what one of the layers returned; empty for

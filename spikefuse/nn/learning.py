@@ -24,16 +24,10 @@ from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import from_rest, scan_neuron
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.scan.layout import flatten_steps, unflatten_steps
-from spikefuse.scan.program import StateFlow, kinds_of, prepare
+from spikefuse.scan.program import kinds_of, prepare
 from spikefuse.scan.records import Arguments, Results, Wanted
 
 MaybeTensors = Sequence[Tensor | None]
-
-_NO_CONVOLUTION = (
-    "a convolution is in front of neuron '{}', whose traces would differ for each synapse by rule "
-    "'{}': pass the whole sequence without state= and return_state=True, use rule='sltt', or "
-    "'ottt' where the decay is the same for all neurons"
-)
 
 
 class Cut(NamedTuple):
@@ -65,15 +59,12 @@ class Learning(Observer):
         cuts: in the order of the call; backward drops them.
         roots: the outputs of the network with their pieces of the graph.
         hidden: inputs of the network and outputs of neurons, without a graph, by id.
-        outer: the inputs of the network, by the id of the same without a graph.
+        inputs: the inputs of the network, by the id of the same without a graph.
+        parameters: all that the pieces of the graph reach otherwise.
+        layers: finds the sources of traces; None for a whole sequence.
     """
 
-    def __init__(
-        self,
-        net: nn.Module,
-        rule: str,
-        traces: dict[str, list[Trace]] | None,
-    ) -> None:
+    def __init__(self, net: nn.Module, rule: str, traces: dict[str, list[Trace]] | None) -> None:
         self.net, self.rule, self.traces = net, rule, traces
         self.traces_after: dict[str, list[Trace]] = {}
         self.cuts: list[Cut] = []
@@ -114,9 +105,7 @@ class Learning(Observer):
     def _scan(
         self, neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
     ) -> Results[Tensor]:
-        definition = online_neuron(neuron, self.rule, wanted.outputs)
-        arguments, end = from_rest(neuron, arguments), None
-        layer = getattr(scan, "__self__", None)
+        layer, end = getattr(scan, "__self__", None), None
         sources: list[Source] = []
         if self.layers is not None:
             for i, x in enumerate(arguments.inputs):
@@ -134,8 +123,9 @@ class Learning(Observer):
                 f"{type(neuron).__name__} is part of a Block, whose batch norm would be part of "
                 "the derivatives: use a batch norm and a neuron as layers of their own"
             )
-        wanted = wanted._replace(outputs=())
-        if definition.rule == "sltt":
+        definition = online_neuron(neuron, self.rule, wanted.outputs)
+        arguments, wanted = from_rest(neuron, arguments), wanted._replace(outputs=())
+        if self.rule == "sltt":
             results = scan_neuron(definition, arguments, wanted)
         else:
             results = self._cut(definition, arguments, wanted, sources)
@@ -172,32 +162,46 @@ class Learning(Observer):
         if self.layers is not None:
             definition, inputs, sources = _with_parameters(definition, inputs, sources)
             self._check(name, [*inputs, *states], sources)
-        received = [*inputs, *states]
+        received, num = [*inputs, *states], len(inputs)
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in received]
-        has_hidden = [bool(self._split(_leaves_of([x]))[1]) for x in inputs]
-        twins = [
-            x.detach().requires_grad_(known) for x, known in zip(inputs, has_hidden, strict=True)
-        ]
-        first = leaves[len(inputs) :]
         if self.layers is not None:
-            for s in first:
+            for s in leaves[num:]:
                 s.requires_grad_()
-        run = Arguments([*leaves[: len(inputs)], *twins], tuple(first) or None)
-        results = scan_neuron(definition, run, wanted)
-        before = [] if self.traces is None else self.traces.get(name, [])
+        # Only the layers below receive the gradient of the same time step.
+        below = [bool(self._split(_leaves_of([x]))[1]) for x in inputs]
+        twins = [x.detach().requires_grad_(y) for x, y in zip(inputs, below, strict=True)]
+        first = tuple(leaves[num:]) or None
+        results = scan_neuron(definition, Arguments([*leaves[:num], *twins], first), wanted)
+        traces = (self.traces or {}).get(name) or [[] for _ in sources]
+        pairs = [*zip(sources, traces, strict=True)]
         if self.layers is not None and wanted.final:
-            flow = _flow_of(definition)
-            found = differentiate(results.finals, leaves[: len(inputs)], first)
-            for source in sources:
-                if source.convolution is not None and not all(f.is_uniform for f in flow):
-                    raise ValueError(_NO_CONVOLUTION.format(name, self.rule))
-            with torch.no_grad(), torch.autocast(received[0].device.type, enabled=False):
-                pairs = [(s, before[i] if before else []) for i, s in enumerate(sources)]
-                self.traces_after[name] = [s.updated(e, found, flow) for s, e in pairs]
+            derivatives = differentiate(results.finals, leaves)
+            self.traces_after[name] = self._updated(name, definition, pairs, derivatives)
         outputs = [*map(self._hide, results.outputs)]
-        traces = [*zip(sources, before, strict=True)] if before else []
-        self.cuts.append(Cut(received, leaves, twins, [*results.outputs], outputs, traces))
+        self.cuts.append(Cut(received, leaves, twins, [*results.outputs], outputs, pairs))
         return results._replace(outputs=outputs)
+
+    def _updated(
+        self,
+        name: str,
+        definition: OnlineNeuron,
+        pairs: list[tuple[Source, Trace]],
+        derivatives: list[list[Tensor | None]],
+    ) -> list[Trace]:
+        """The traces of a neuron after the call, given its sources with those before."""
+        description = definition.description()
+        kinds = kinds_of(description.values(definition))
+        statics, cache = description.statics, description.cache
+        flow = prepare(definition, "numba", statics, kinds, cache).state_flow  # of any backend
+        if any(s.convolution for s, _ in pairs) and not all(f.is_uniform for f in flow):
+            raise ValueError(
+                f"a convolution is in front of neuron '{name}', whose traces would differ for each "
+                f"synapse by rule '{self.rule}': pass the whole sequence without state= and "
+                "return_state=True, use rule='sltt', or 'ottt' where all neurons have one decay"
+            )
+        kind = pairs[0][0].values.device.type if pairs else "cpu"
+        with torch.no_grad(), torch.autocast(kind, enabled=False):
+            return [source.updated(trace, derivatives, flow) for source, trace in pairs]
 
     def _check(self, name: str, tensors: list[Tensor], sources: list[Source]) -> None:
         """Raise a ValueError for parameters that reach a neuron past the sources."""
@@ -248,7 +252,9 @@ class Learning(Observer):
                 with torch.enable_grad():
                     functions, found = source.contributions(trace, through[len(instant) :])
                 totals.add(functions, found, _leaves_of(functions))
-        return totals.pop([*self.parameters, *(self.hidden[i] for i in self.inputs)])
+        inputs = [self.hidden[i] for i in self.inputs]
+        self.hidden.clear()
+        return totals.pop([*self.parameters, *inputs])
 
 
 class _Totals:
@@ -300,8 +306,12 @@ def _with_parameters(
     """Make the parameters of a neuron that are learned further inputs, whose gradients are those of
     each neuron."""
     neuron, x, found = definition.neuron, inputs[0], [*sources]
-    values = neuron.values()
-    learned = {n: p for n, p in values.items() if isinstance(p, Tensor) and p.requires_grad}
+    values, firsts = neuron.values(), [state.initial for state in neuron.states.values()]
+    learned = {
+        name: p
+        for name, p in values.items()
+        if isinstance(p, Tensor) and p.requires_grad and name not in firsts
+    }
     if not learned:
         return definition, inputs, sources
     inputs = [*inputs]
@@ -311,12 +321,6 @@ def _with_parameters(
         inputs.append(value.to(x.dtype).expand(x.shape))
     neuron = with_inputs(neuron, values, tuple(learned))
     return online_neuron(neuron, definition.rule, definition.names), inputs, found
-
-
-def _flow_of(definition: OnlineNeuron) -> Sequence[StateFlow]:
-    description = definition.description()
-    kinds = kinds_of(description.values(definition))
-    return prepare(definition, "numba", description.statics, kinds, description.cache).state_flow
 
 
 def _leaves_of(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -90,16 +90,16 @@ class Online(nn.Module):
 
     Raises:
         TypeError, ValueError: an argument is not as described; the network has a layer that sees
-            all time steps, or a `Block`; in parts, parameters reach a neuron through other layers
-            than one linear layer or convolution, or a rule has one trace per synapse of a
-            convolution.
+            all time steps, an `EventLinear` or a `Block`; in parts, parameters reach a neuron
+            through other layers than one linear layer or convolution, or a rule has one trace per
+            synapse of a convolution.
 
     Sources: Meng et al., "Towards Memory- and Time-Efficient Backpropagation for Training Spiking
     Neural Networks", ICCV 2023 ("sltt"); Xiao et al., "Online Training Through Time for Spiking
     Neural Networks", NeurIPS 2022 ("ottt"); Bellec et al., "A solution to the learning dilemma for
     recurrent networks of spiking neurons", Nature Communications 11, 2020 ("e-prop", and feedback);
-    Wang et al., "BrainScale: Enabling Scalable Online Learning in Spiking Neural Networks", 2024
-    ("d-rtrl").
+    Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks", Nature
+    Communications 17, 2026 ("d-rtrl").
     """
 
     def __init__(self, net: Temporal, rule: str, feedback: str = "symmetric") -> None:
@@ -109,12 +109,16 @@ class Online(nn.Module):
         for name, value, known in (("rule", rule, RULES), ("feedback", feedback, FEEDBACKS)):
             if value not in known:
                 raise ValueError(f"{name} is {value!r}: expected one of {', '.join(known)}")
-        for name, module in net.named_modules():
-            if isinstance(module, OnSequences) and rule != "bptt":
+        for name, module in net.named_modules() if rule != "bptt" else ():
+            layer = f"layer '{name}' ({type(module).__name__})"
+            if isinstance(module, OnSequences):
                 raise ValueError(
-                    f"layer '{name}' ({type(module).__name__}) sees all time steps, so that its "
-                    f"errors are not of one time step as '{rule}' needs: use rule='bptt'"
+                    f"{layer} sees all time steps, so that its errors are not of one time step as "
+                    f"'{rule}' needs: use rule='bptt'"
                 )
+            is_event = any(cls.__name__ == "EventLinear" for cls in type(module).__mro__)
+            if is_event and module.neuron is not None:
+                raise ValueError(f"{layer} runs its neuron itself: use nn.Linear and the neuron")
         if net.passing is not None:
             raise ValueError("the time of the network is sharded: use a copy that is not")
         self.net, self.rule, self.feedback = net, rule, feedback

@@ -11,7 +11,7 @@ from spikefuse._torch import children_of
 from spikefuse.neurons.integer_lif import IntegerLIF
 from spikefuse.nn.call import active, inside
 from spikefuse.nn.over_time import OnSequences
-from spikefuse.nn.temporal import Temporal, neurons_of
+from spikefuse.nn.temporal import Temporal
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 _LINEAR = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
@@ -54,7 +54,7 @@ def unroll_integer_spikes(net: Temporal, x: Tensor) -> nn.Module:
     if not isinstance(net, Temporal) or net.batch_first:
         raise TypeError(f"net is {net!r}: expected a Temporal without batch_first")
     levels = 0
-    for name, neuron in neurons_of(net.net).items():
+    for name, neuron in net.neurons().items():
         if not isinstance(neuron, IntegerLIF):
             raise TypeError(f"'{name}' is a {type(neuron).__name__}: expected IntegerLIF only")
         levels = max(levels, int(neuron.levels))

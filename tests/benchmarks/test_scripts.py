@@ -34,6 +34,7 @@ SCRIPTS = (
     "events",
     "spoken_digits --names spikefuse 'spikefuse, delays' --dtype bfloat16",
     "neurons first_call --backend numba --neurons LIF",
+    "online time --rules sltt",
     "reproduce temporal-fusion-mnist-resnet18",
 )
 SHARED = ("parallel data", "parallel time", "events sharded --largest 300")

@@ -129,6 +129,37 @@ def test_kernels_equal_the_loop():
         torch.testing.assert_close(a, b.float(), rtol=1e-4, atol=1e-5)
 
 
+class Resting(sf.Neuron):
+    """A potential that begins at a learned value."""
+
+    v = sf.State("rest")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest, self.surrogate = nn.Parameter(torch.full((8,), 0.5)), sf.surrogate.Sigmoid()
+
+    def step(self, x, v):
+        h = 0.9 * v + x
+        s = self.surrogate(h - 1)
+        return s, (h - s,)
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_first_states_are_learned(recurrent):
+    neuron = Resting()
+    layer = sf.Recurrent(neuron, 8) if recurrent else neuron
+    net = sf.Temporal(nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, 2)))
+    learner, x = sf.Online(net, "d-rtrl"), torch.rand(4, 2, 6)
+    learner(x, impl="reference").sum().backward()
+    found, neuron.rest.grad = neuron.rest.grad, None
+    if not recurrent:
+        net(x, impl="reference").sum().backward()
+        torch.testing.assert_close(found, neuron.rest.grad)
+    assert found.all()
+    with pytest.raises(ValueError, match=r"net.1[.a-z]*rest reach neuron 'net.1"):
+        learner(x, return_state=True, impl="reference")
+
+
 def test_copies():
     learner = sf.Online(sf.Temporal(nn.Sequential(nn.Linear(6, 8), sf.LIF())), "ottt", "random")
     x = torch.rand(3, 2, 6)
@@ -153,6 +184,8 @@ def test_refusals():
         online(sf.LIF(), feedback="random")
     with pytest.raises(ValueError, match=r"layer 'net.1' \(OverTime\) sees all time steps"):
         online(nn.Linear(6, 8), sf.OverTime(torch.cumsum))
+    with pytest.raises(ValueError, match=r"layer 'net.0' \(EventLinear\) runs its neuron itself"):
+        online(sf.nn.EventLinear(6, 8, sf.LIF(surrogate=sf.surrogate.FastSigmoid(cutoff=-0.5))))
     with pytest.raises(ValueError, match="LIF is part of a Block"):
         online(nn.Linear(6, 8), sf.nn.Block(nn.BatchNorm1d(8), sf.LIF()))(x, impl="reference")
     normed = online(nn.Linear(6, 8), nn.BatchNorm1d(8), sf.LIF())

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 
-T, B, WIDTHS = 12, 3, (5, 6, 7, 2)
+T, B, WIDTHS = 8, 3, (5, 6, 7, 2)
 DECAY, THRESHOLD = 0.75, 0.8
 SURROGATE = sf.surrogate.FastSigmoid(2.0)
 
@@ -82,7 +82,7 @@ def two_layers(net: sf.Temporal, trace: float) -> list[Tensor]:
     return grads
 
 
-@pytest.mark.parametrize("steps", [T, 5, 1])
+@pytest.mark.parametrize("steps", [T, 3])
 @pytest.mark.parametrize(("rule", "trace"), [("sltt", 0.0), ("ottt", DECAY)])
 def test_sltt_and_ottt(rule, trace, steps):
     net = network(lif(reset="soft"), lif(reset="soft"))
@@ -122,8 +122,7 @@ def eprop(net: sf.Temporal, feedback: Tensor) -> list[Tensor]:
     return grads
 
 
-@pytest.mark.parametrize("steps", [T, 5])
-@pytest.mark.parametrize("feedback", ["symmetric", "random", "adaptive"])
+@pytest.mark.parametrize(("feedback", "steps"), [("symmetric", 5), ("random", T), ("adaptive", 5)])
 def test_eprop(feedback, steps):
     neuron = Adaptive(DECAY, THRESHOLD, 0.9, 0.3, reset="soft", surrogate=SURROGATE)
     net = network(sf.Recurrent(neuron, WIDTHS[1]))
