@@ -148,10 +148,7 @@ def _kind(found: Any) -> str:
 
 
 def check_examples(config: Any, parts: Any) -> None:
-    """Check what the `read` of a dataset has returned against its description.
-
-    Args:
-        config: the `TrainConfig` of the run.
+    """Check what the `read` of the dataset of a `TrainConfig` has returned.
 
     Raises:
         DataError: the number of parts, a shape, a dtype or a label is wrong.

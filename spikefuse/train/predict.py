@@ -1,7 +1,4 @@
-"""Load trained networks from checkpoints, apply them to files and evaluate them.
-
-Nothing here needs Lightning.
-"""
+"""Load trained networks, apply them to files and evaluate them, without Lightning."""
 
 from __future__ import annotations
 
@@ -183,10 +180,7 @@ def find_files(network: TrainedNetwork, paths: Iterable[Path]) -> list[Path]:
 def read_examples(
     network: TrainedNetwork, files: Iterable[Path], report: Callable[[str], None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Read the examples of files with their names, and report files that cannot be read.
-
-    A name ends in [i] if the file has several examples.
-    """
+    """Read the examples of files with their names, and report files that cannot be read."""
     for path in files:
         try:
             if path.is_dir():
@@ -203,7 +197,7 @@ def read_examples(
 def predict(
     network: TrainedNetwork, examples: Iterator[tuple[str, Tensor]], batch_size: int, top: int
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield the name of each example, followed by its `Task.rows`.
+    """Yield each of the `Task.rows` of each example, behind the name of the example.
 
     Poisson spikes depend on the seed of the run, the batch size and the position of an example.
     """

@@ -23,12 +23,11 @@ CRITERIA: dict[str, Callable[..., Tensor]] = {
     "mae": F.l1_loss,
     "huber": F.huber_loss,
 }
-VALUES = ("mse", "mae", "huber")
 # The criteria of each task, the default first.
 TASKS = {
     "classification": ("cross-entropy",),
-    "regression": VALUES,
-    "sequence": (*VALUES, "cross-entropy"),
+    "regression": ("mse", "mae", "huber"),
+    "sequence": ("mse", "mae", "huber", "cross-entropy"),
 }
 # Variances of targets below this share of their mean square are rounding.
 LEAST_VARIANCE = 1e-12
