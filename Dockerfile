@@ -1,6 +1,6 @@
-# docker build -t spikefuse .                            for CPUs
-# docker build -t spikefuse --build-arg DEVICE=gpu .     for NVIDIA GPUs: docker run --gpus all ...
-# docker run --rm -v "$PWD/runs:/home/user/runs" spikefuse train
+# docker build --tag snn .                            for CPUs
+# docker build --tag snn --build-arg DEVICE=gpu .     for NVIDIA GPUs: docker run --gpus all ...
+# docker run --rm -v "$PWD/runs:/home/user/runs" snn train
 FROM python:3.12-slim
 
 # Triton and Inductor start a compiler.

@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spikefuse as sf
@@ -49,11 +50,16 @@ from spikefuse.data import Images
 from spikefuse.data.files import default_directory, replacing
 from spikefuse.nn.encode import direct
 from spikefuse.train.batches import EvalBatches, TrainBatches
-from spikefuse.train.optimize import readout, sequence_loss
 from spikefuse.train.seeding import Purpose, reseed
 
 OURS, JELLY, RELU = NAMES = (layers.OURS, "spikingjelly", "relu")
 MODELS = ("sew_resnet18", "sew_resnet34", "ms_resnet18", "ms_resnet34", "resnet18", "resnet34")
+
+
+def mean_logits(outputs: Tensor) -> Tensor:
+    return outputs.mean(0, dtype=torch.float32)
+
+
 # From images `[B, ...]` and a number of time steps T to logits `[T, B, classes]`.
 Call = Callable[[Tensor, int], Tensor]
 DECAY = 0.5
@@ -186,7 +192,7 @@ class Run:
 
     def _step(self, x: Tensor, labels: Tensor, steps: int) -> Tensor:
         self.optimizer.zero_grad()
-        loss = sequence_loss(self.outputs(x, steps), labels, "mean")
+        loss = F.cross_entropy(mean_logits(self.outputs(x, steps)), labels)
         loss.backward()
         self.optimizer.step()
         return loss
@@ -221,7 +227,7 @@ class Run:
         self.net.eval()
         batches = EvalBatches(self.testing, self.eval_batch, self.device)
         right = [
-            (readout(self.outputs(x, self.args.T), "mean").argmax(1) == y).sum() for x, y in batches
+            (mean_logits(self.outputs(x, self.args.T)).argmax(1) == y).sum() for x, y in batches
         ]
         return int(torch.stack(right).sum()) / len(self.testing)
 
@@ -372,7 +378,8 @@ class ImageRun(Run):
         if last == "augmentation":
             return pixels
         self.optimizer.zero_grad()
-        loss = sequence_loss(self.outputs(pixels, steps), targets, "mean", args.smoothing)
+        logits = mean_logits(self.outputs(pixels, steps))
+        loss = F.cross_entropy(logits, targets, label_smoothing=args.smoothing)
         if last == "forward":
             return loss.detach()
         loss.backward()

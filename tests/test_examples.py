@@ -85,6 +85,20 @@ def test_online_adaptation() -> None:
     assert adapted < 0.6
 
 
+def test_event_segmentation() -> None:
+    example = program("event_segmentation")
+    example.SIZE, example.NUM_STEPS = 24, 8
+    background, disc, square = example.main(steps=40, width=8, batch=8)
+    assert background > 0.6
+    assert (disc + square) / 2 > 0.2  # each covers a tenth of the image
+
+
+def test_cart_pole() -> None:
+    first, last = program("cart_pole").main(updates=12, count=32)
+    assert first < 35
+    assert last > 1.5 * first
+
+
 def test_streaming() -> None:
     right, mean_steps = program("streaming").main(steps=100, sure=0.9, count=50)
     assert right > 0.7

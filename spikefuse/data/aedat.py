@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from spikefuse.data.files import damaged, read_bytes
-from spikefuse.data.recordings import Columns
+from spikefuse.data.recordings import Columns, check_memory
 
 END = b"#!END-HEADER"
 # eventType, eventSource, eventSize, eventTSOffset, eventTSOverflow, eventCapacity, eventNumber,
@@ -80,6 +80,7 @@ def read_aedat3(path: Path) -> Columns:
 def _header(path: Path, version: bytes) -> tuple[bytes, int]:
     """Return the content of a file and the length of its header."""
     content = read_bytes(path)
+    check_memory(path, len(content) // 8)
     mark = b"#!AER-DAT" + version
     if not content.startswith(mark):
         raise damaged(path, f"it does not begin with {mark.decode()}")

@@ -161,6 +161,7 @@ def read_saccades(path: Path) -> Columns:
     content = read_bytes(path)
     if not content or len(content) % 5:
         raise damaged(path, f"{len(content)} bytes are not a multiple of 5, one event")
+    check_memory(path, len(content) // 5)
     x, y, high, middle, low = np.frombuffer(content, np.uint8).reshape(-1, 5).T.astype(np.int64)
     is_event = y != 240
     t = ((high & 127) << 16 | middle << 8 | low) + (np.cumsum(~is_event) << 13)

@@ -111,7 +111,8 @@ class Segment(nn.Module):
 
 def _changes(graph: fx.Graph) -> dict[int | None, int]:
     """By storage, the index of the last node that changes it in place."""
-    return {storage_of(x): i for i, n in enumerate(graph.nodes) for x in _changed_by(n)}
+    changed = ((storage_of(x), i) for i, n in enumerate(graph.nodes) for x in _changed_by(n))
+    return {storage: i for storage, i in changed if storage is not None}
 
 
 def _changed_by(node: fx.Node) -> list[fx.Node]:

@@ -1,20 +1,24 @@
 """Batches of examples; the seed determines the order of the training batches.
 
 A batch is (inputs, labels) on the device of the run: images `[B, C, H, W]` or event frames
-`[B, T, ...]`, as bytes. A dataset that is small relative to the GPU's memory is placed there as a
-whole. Batches of other datasets are prefetched by a thread.
+`[B, T, ...]`, as bytes, or series `[B, T, ...]`, as floats. A dataset that is small relative to the
+GPU's memory is placed there as a whole. Batches of other datasets are prefetched by a thread.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from spikefuse.data import Examples, Frames
+from spikefuse import data
+from spikefuse.data import DATASETS, Examples, Frames
+from spikefuse.data.registry import describe
 from spikefuse.nn import Events
 from spikefuse.nn.encode import direct, poisson
 from spikefuse.train.config import TrainConfig
@@ -36,21 +40,40 @@ def place(examples: Examples, device: torch.device) -> Examples:
     return examples if examples.nbytes > limit else examples.to(device)
 
 
+def load_examples(
+    config: TrainConfig, directory: Path | str | None, download: bool
+) -> tuple[TrainConfig, tuple[Examples, ...]]:
+    """Load the examples of a run, and return its settings with the classes of the files.
+
+    Raises:
+        DataError: a file is missing or damaged, or the download failed.
+        ConfigError: the run has other classes.
+    """
+    name = config.dataset
+    dataset, options = describe(name, directory, **config.transform())
+    if dataset is not DATASETS[name]:
+        config = config.with_files_of(dataset)
+    return config, data.load(dataset, directory, download, **options)
+
+
 def contents(batch: Examples, packed: bool) -> Tensor:
-    """Return the inputs of a batch: bytes, or with `packed` the packed bits of event frames."""
+    """Return the inputs of a batch, or with `packed` the packed bits of event frames."""
     return batch.packed if packed and isinstance(batch, Frames) else batch.pixels
 
 
 def encode(inputs: Tensor, config: TrainConfig, share: slice = WHOLE) -> Tensor | Events:
-    """Convert a batch of bytes to the network's input `[T, B, ...]`.
+    """Convert a batch to the network's input `[T, B, ...]`.
 
     Args:
-        inputs: images `[B, C, H, W]` or event frames `[B, T, ...]`.
+        inputs: images `[B, C, H, W]`, event frames or series `[B, T, ...]`, or for event models
+            packed event frames `[B, T, S]`.
         share: the samples to return; random numbers are drawn for the whole batch.
     """
     dataset = config.data
-    if dataset.kind == "events":
+    if dataset.kind != "images":
         frames = inputs[share].transpose(0, 1)
+        if config.on_events and frames.shape[2:] != dataset.shape:
+            return Events.from_bits(frames, math.prod(dataset.shape))
         if config.on_events:  # several events at a site within a step are one spike
             return Events.from_dense(frames > 0)
         values = frames.to(torch.float32, memory_format=torch.contiguous_format)

@@ -57,20 +57,22 @@ class ProgressReporter(Callback):
         self.bar.update()
         if self.bar.disable or time.perf_counter() - self._refreshed < REFRESH_SECONDS:
             return
-        loss, accuracy = module.totals.mean()
+        metrics = module.totals.mean()
         self.bar.set_description(f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}", False)
         self.bar.set_postfix_str(
-            f"{module.images_per_second():,.0f} images/s, loss {loss:.4f}, "
-            f"accuracy {100 * accuracy:.2f} %, waiting for data {100 * module.data_wait():.0f} %"
+            f"{module.images_per_second():,.0f} images/s, {module.task.in_brief(metrics)}, "
+            f"waiting for data {100 * module.data_wait():.0f} %"
         )
         self._refreshed = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         row, width = module.history[-1], len(str(trainer.max_epochs))
+        train, val = (
+            module.task.in_brief({name.removeprefix(part): row[name] for name in row})
+            for part in ("train_", "val_")
+        )
         show(
-            f"epoch {row['epoch']:{width}.0f}/{trainer.max_epochs}  "
-            f"loss {row['train_loss']:.4f} acc {100 * row['train_accuracy']:5.2f} %  "
-            f"val loss {row['val_loss']:.4f} acc {100 * row['val_accuracy']:5.2f} %  "
+            f"epoch {row['epoch']:{width}.0f}/{trainer.max_epochs}  {train}  val {val}  "
             f"{row['images_per_second']:,.0f} img/s"
         )
         if row.get("dropped"):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -35,48 +33,18 @@ from spikefuse.train.batches import WHOLE, Batch
 from spikefuse.train.checkpoint import FORMAT, KEY, EpochMetrics, same_types
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
-from spikefuse.train.optimize import learning_rate, readout, sequence_loss
+from spikefuse.train.optimize import learning_rate
 from spikefuse.train.processes import Processes
 from spikefuse.train.seeding import Purpose, reseed
+from spikefuse.train.tasks import Totals
 from spikefuse.transforms.graph_step import DDP_WARMUP, GraphStep, graph_step
 
 LOG_EVERY_STEPS = 10
 LIGHTNING_PRECISION = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
-DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
-
-
-class MetricTotals:
-    """Running means of loss and accuracy, accumulated on the device until they are read.
-
-    The correct class of a mixed example is the one with the largest share.
-    """
-
-    def __init__(self, loss: float = 0.0, correct: float = 0.0, count: float = 0) -> None:
-        self.sums, self.count = torch.tensor([loss, correct], dtype=torch.float64), int(count)
-
-    def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        classes = labels if labels.ndim == 1 else labels.argmax(1)
-        correct = (logits.argmax(1) == classes).sum()
-        new = torch.stack([loss.detach().double() * len(labels), correct.double()])
-        self.sums = self.sums.to(new.device) + new
-        self.count += len(labels)
-
-    def mean(self) -> tuple[float, float]:
-        """Return the loss, and the accuracy from 0 to 1; synchronizes with the device."""
-        loss, correct = self.sums.tolist()
-        return loss / max(self.count, 1), correct / max(self.count, 1)
-
-    def reduced(self, processes: Processes, device: torch.device) -> MetricTotals:
-        """Return the totals of all processes; all of them must call this."""
-        if processes.count == 1:
-            return self
-        values = torch.tensor([*self.sums.tolist(), self.count], dtype=torch.float64, device=device)
-        # Processes that share a sequence count the same samples.
-        return MetricTotals(*(processes.sum(values) / processes.time).tolist())
 
 
 class Classifier(pl.LightningModule):
-    """A spiking network that classifies images or event data by its output over time.
+    """A spiking network that learns the task of `config` from images, event data or series.
 
     A subclass may override `make_network`, `augment`, `encode`, `loss`, `configure_optimizers` and
     any hook of Lightning. Optimization is manual: `config.clip` and `config.accumulate` take the
@@ -85,10 +53,11 @@ class Classifier(pl.LightningModule):
     random numbers on the CPU runs eagerly, with a warning that names its line.
 
     Each epoch logs train_loss, train_accuracy, val_loss and val_accuracy, and a test test_loss and
-    test_accuracy, for Lightning's loggers and callbacks. `history` has one entry per finished
-    epoch. In addition to what Lightning saves, a checkpoint holds the history, the totals of the
-    current epoch, and the configuration. All processes receive the same batches and make the same
-    random choices; each computes its share of a batch.
+    test_accuracy, for Lightning's loggers and callbacks; of values mae and r2 in place of accuracy,
+    such as val_r2. `history` has one entry per finished epoch. In addition to what Lightning saves,
+    a checkpoint holds the history, the totals of the current epoch, and the configuration. All
+    processes receive the same batches and make the same random choices; each computes its share of
+    a batch.
 
     Args:
         config: settings of the run.
@@ -112,12 +81,13 @@ class Classifier(pl.LightningModule):
             )
         self.history: list[EpochMetrics] = []
         self._row: EpochMetrics = {}
-        self.totals, self.eval_totals = MetricTotals(), MetricTotals()
+        self.task = config.make_task()
+        self.totals, self.eval_totals = Totals(self.task), Totals(self.task)
         self._clock, self._clock_count, self._waited, self._batch_end = 0.0, 0, 0.0, 0.0
         self.graph: GraphStep | None = None  # of the training step
 
     def make_network(self) -> Temporal:
-        """Build the network, whose outputs are `[T, B, classes]`.
+        """Build the network, whose outputs are `[T, B, classes]`, or `[T, B, K]` for K values.
 
         Checkpoints of a subclass that overrides this are loaded by Lightning's
         `load_from_checkpoint(path, config=config)`, not by `spikefuse.load`, which knows the model
@@ -126,27 +96,24 @@ class Classifier(pl.LightningModule):
         return self.config.make_network()
 
     def encode(self, inputs: Tensor, share: slice = WHOLE) -> Tensor | Events:
-        """Convert the bytes of a batch to the network's input `[T, B, ...]`.
+        """Convert a batch to the network's input `[T, B, ...]`.
 
         Args:
-            inputs: images `[B, C, H, W]`, event frames `[B, T, ...]`, or for event models packed
-                event frames `[B, T, S]`.
+            inputs: images `[B, C, H, W]`, event frames or series `[B, T, ...]`, or for event models
+                packed event frames `[B, T, S]`.
             share: the samples to return; random numbers are drawn for the whole batch.
         """
-        dataset = self.config.data
-        if self.config.on_events and dataset.kind == "events":
-            return Events.from_bits(inputs[share].transpose(0, 1), math.prod(dataset.shape))
         return batches.encode(inputs, self.config, share)
 
     def augment(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Change a batch at random, and with it the labels where examples are mixed.
 
         Args:
-            inputs: bytes, as in `encode`.
-            labels: classes `[B]`.
+            inputs: as in `encode`.
+            labels: classes `[B]`, or targets of another task.
 
         Returns:
-            Inputs for `encode`, and classes `[B]` or class probabilities `[B, classes]`, float32.
+            Inputs for `encode`, and the labels or class probabilities `[B, classes]`, float32.
         """
         config = self.config
         if config.drop_events:
@@ -163,7 +130,7 @@ class Classifier(pl.LightningModule):
             inputs = random_erasing(inputs, probability=config.erase)
         if not config.mixup and not config.cutmix:
             return inputs, labels
-        one_hot = labels.unsqueeze(1) == torch.arange(self._num_classes, device=labels.device)
+        one_hot = labels.unsqueeze(1) == torch.arange(self.task.outputs, device=labels.device)
         batch = inputs, one_hot.float()
         if not config.mixup:
             return cutmix(*batch, config.cutmix)
@@ -178,21 +145,18 @@ class Classifier(pl.LightningModule):
         )
         return values, targets
 
-    @property
-    def _num_classes(self) -> int:
-        return len(self.config.data.classes)
-
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Compute the training loss, a scalar.
 
         Args:
             outputs: `[T, B, classes]`, or a chunk of it with `config.tbptt`.
-            labels: classes `[B]` or class probabilities `[B, classes]`, as `augment` returns them.
+            labels: as `augment` returns them: classes `[B]` or class probabilities `[B, classes]`,
+                values `[B, K]`, or for each step of the outputs `[B, T]` or `[B, T, K]`.
         """
-        return sequence_loss(outputs, labels, self.config.loss, self.config.label_smoothing)
+        return self.task.loss(outputs, labels)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return readout(self.outputs(self.encode(inputs)), self.config.loss)
+        return self.task.predict(self.outputs(self.encode(inputs)))
 
     def share_time(self, mesh: DeviceMesh, chunks: int) -> None:
         """Compute only this process's time steps from now on."""
@@ -263,7 +227,7 @@ class Classifier(pl.LightningModule):
             self.graph = None
 
     def on_train_epoch_start(self) -> None:
-        self.totals = MetricTotals()
+        self.totals = Totals(self.task)
         self.activity.restart()
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
@@ -287,15 +251,15 @@ class Classifier(pl.LightningModule):
             rate = learning_rate(self.config, self.global_step, steps)
             optimize.set_learning_rate(self._optimizer(), rate)
         if self.graph is None:
-            loss, logits, shown = self.gradients(inputs, labels)
+            loss, predictions, shown = self.gradients(inputs, labels)
             optimizer.step()  # type: ignore[union-attr]
         else:
             optimizer._on_before_step()  # type: ignore[union-attr]
-            loss, logits, shown = self.graph(inputs, labels)
+            loss, predictions, shown = self.graph(inputs, labels)
             optimizer._on_after_step()  # type: ignore[union-attr]
         for scheduler in schedulers:
             scheduler.step()
-        self.totals.add(loss, logits, shown)
+        self.totals.add(predictions, shown, loss)
         if self.processes.count > 1 and (self.global_step % LOG_EVERY_STEPS) == 0:
             loss = self.processes.sum(loss) / self.processes.count
         return loss
@@ -304,30 +268,31 @@ class Classifier(pl.LightningModule):
         """Compute gradients of this process's share of a batch.
 
         Args:
-            inputs: bytes of the whole batch, as in `encode`.
-            labels: classes `[B]`.
+            inputs: the whole batch, as in `encode`.
+            labels: classes `[B]`, or targets of another task.
 
         Returns:
-            The loss, logits `[B, classes]` and labels of the share.
+            The loss, predictions `[B, classes]` and labels of the share.
         """
         self._optimizer().zero_grad()
         share = self.processes.share(len(labels))
         inputs, labels = self.augment(inputs, labels)
         x = self.encode(inputs, share)
         net = self.net if self._axis is None else self.outputs
-        loss, logits = optimize.gradients(
+        loss, predictions = optimize.gradients(
             net, x, labels[share], self.config, self._loss, self._backward
         )
         self.activity.count()
-        return loss, logits, labels[share]
+        return loss, predictions, labels[share]
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Compute the loss and the penalties of the most recent call of the network."""
-        config, classes = self.config, self._num_classes
-        if outputs.ndim != 3 or outputs.shape[1:] != (len(labels), classes):
+        config, num = self.config, self.task.outputs
+        if outputs.ndim != 3 or outputs.shape[1:] != (len(labels), num):
+            what = "classes" if self.task.of_classes else "values"
             raise ConfigError(
                 f"the model {config.model} has outputs {list(outputs.shape)}: expected [T, "
-                f"{len(labels)}, {classes}], one for each of the {classes} classes"
+                f"{len(labels)}, {num}], one for each of the {num} {what}"
             )
         value = self.loss(outputs, labels)
         terms = [(self.activity.penalty(), config.activity_weight)]
@@ -380,18 +345,17 @@ class Classifier(pl.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         # Reading the totals first waits for the device, which is part of the measured time.
-        loss, accuracy = self.totals.reduced(self.processes, self.device).mean()
+        metrics = self.totals.reduced(self.processes, self.device).mean()
         self._row = {
             "epoch": self.current_epoch + 1,
             "step": self.global_step,
-            "train_loss": loss,
-            "train_accuracy": accuracy,
+            **{f"train_{name}": value for name, value in metrics.items()},
             "images_per_second": self.images_per_second(),
             "data_wait": self.data_wait(),
             **self.activity.row(self.processes, self.device),
         }
         self._clock = 0.0
-        self.eval_totals = MetricTotals()
+        self.eval_totals = Totals(self.task)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.test_step(batch, batch_idx)
@@ -399,8 +363,8 @@ class Classifier(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         if self.trainer.sanity_checking:
             return
-        loss, accuracy = self.eval_totals.reduced(self.processes, self.device).mean()
-        row = {"val_loss": loss, "val_accuracy": accuracy}
+        metrics = self.eval_totals.reduced(self.processes, self.device).mean()
+        row = {f"val_{name}": value for name, value in metrics.items()}
         if self.trainer.state.fn == "fit":
             row = {**self._row, **row}
             self._check_finite(row)
@@ -429,25 +393,11 @@ class Classifier(pl.LightningModule):
             )
 
     def on_test_epoch_start(self) -> None:
-        self.eval_totals = MetricTotals()
+        self.eval_totals = Totals(self.task)
 
     def on_test_epoch_end(self) -> None:
-        loss, accuracy = self.eval_totals.reduced(self.processes, self.device).mean()
-        self.log_dict({"test_loss": loss, "test_accuracy": accuracy})
-
-    def evaluate(self, examples: Iterable[Batch]) -> tuple[float, float]:
-        """Return loss and accuracy on `examples`, in evaluation mode and without Lightning.
-
-        All processes of the run must call this.
-        """
-        self.eval()
-        self.eval_totals = MetricTotals()
-        precision = self.config.precision
-        autocast = torch.autocast(self.device.type, DTYPES[precision], enabled=precision != "32")
-        with torch.no_grad(), autocast:
-            for index, batch in enumerate(examples):
-                self.test_step(batch, index)
-        return self.eval_totals.reduced(self.processes, self.device).mean()
+        metrics = self.eval_totals.reduced(self.processes, self.device).mean()
+        self.log_dict({f"test_{name}": value for name, value in metrics.items()})
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to `eval_totals`."""
@@ -457,8 +407,8 @@ class Classifier(pl.LightningModule):
         labels = labels[share]
         if len(labels) == 0:  # the last batch may have fewer samples than there are processes
             return
-        logits = readout(self.outputs(self.encode(inputs, share)), self.config.loss)
-        self.eval_totals.add(F.cross_entropy(logits, labels), logits, labels)
+        predictions = self.task.predict(self.outputs(self.encode(inputs, share)))
+        self.eval_totals.add(predictions, labels)
 
     # Checkpoints
 
@@ -480,10 +430,12 @@ class Classifier(pl.LightningModule):
         self.history = [dict(row) for row in checkpoint[KEY]["history"]]
         if self.processes.main:  # totals are summed over processes: the others start from zero
             tally = checkpoint[KEY]["tally"]
-            loss, correct = tally["totals"] or (0.0, 0.0)
-            self.totals = MetricTotals(loss, correct, tally["count"])
+            self.totals = Totals(self.task, tally["totals"], tally["count"])
 
 
 def best_epoch(history: list[EpochMetrics]) -> EpochMetrics:
-    """Return the first epoch with the highest validation accuracy and, among those, lowest loss."""
-    return max(history, key=lambda row: (row["val_accuracy"], -row["val_loss"]))
+    """Return the first epoch with the highest validation accuracy and, among those, lowest loss.
+
+    Of values, it is the one with the lowest loss.
+    """
+    return max(history, key=lambda row: (row.get("val_accuracy", 0.0), -row["val_loss"]))

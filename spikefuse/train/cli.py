@@ -58,10 +58,11 @@ examples:
   torchrun --nproc_per_node 4 -m spikefuse train --time-ranks 2 --data-ranks 2 -T 32
   tensorboard --logdir runs
 
-A run writes last.ckpt, best.ckpt (highest validation accuracy), metrics.csv and TensorBoard logs to
-its folder, and at the end curves.png, raster.png and result.json. A tenth of the training examples
-is used for validation, unless the dataset has a validation set. The test examples are used once, at
-the end, with the best epoch. Ctrl-C saves a checkpoint and prints the command that resumes the run.
+A run writes last.ckpt, best.ckpt (highest validation accuracy, or for values the lowest loss),
+metrics.csv and TensorBoard logs to its folder, and at the end curves.png, raster.png and
+result.json. A tenth of the training examples is used for validation, unless the dataset has a
+validation set. The test examples are used once, at the end, with the best epoch. Ctrl-C saves a
+checkpoint and prints the command that resumes the run.
 
 The digits come with scikit-learn. All other datasets are read from --data-dir, else ${ENVIRONMENT},
 else the folder data/ of a source checkout of spikefuse, else the user's cache.
@@ -128,7 +129,7 @@ def _add_train(commands: Any) -> None:
         "train",
         help="train and test a network",
         usage="%(prog)s [OPTION ...]",
-        description="Train a spiking neural network to classify images, event data or sounds.",
+        description="Train a spiking neural network on images, event data, sounds or series.",
         epilog=TRAIN_EXAMPLES,
         **_EXACT,
     )
@@ -183,7 +184,7 @@ def _add_eval(commands: Any) -> None:
     evaluate = commands.add_parser(
         "eval",
         help="test a checkpoint",
-        description="Print the loss and accuracy of a checkpoint on the test samples.",
+        description="Print the loss and the metrics of a checkpoint on the test samples.",
         epilog="example:\n  spikefuse eval runs/digits-conv-1/best.ckpt",
         **_EXACT,
     )
@@ -209,9 +210,9 @@ def _add_checkpoint(command: argparse.ArgumentParser) -> None:
 def _add_predict(commands: Any) -> None:
     predict = commands.add_parser(
         "predict",
-        help="classify files with a trained network",
+        help="apply a trained network to files",
         usage="%(prog)s [OPTION ...] CHECKPOINT FILE [FILE ...]",
-        description="Print the class of each image, event recording or sound, and its probability.",
+        description="Print the class of each file and its probability, or the predicted values.",
         epilog=PREDICT_NOTES,
         **_EXACT,
     )
@@ -348,7 +349,7 @@ def _resumed_config(
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from spikefuse.train import checkpoint, run
+    from spikefuse.train import checkpoint, predict
 
     path = checkpoint.in_folder(arguments.checkpoint, checkpoint.BEST)
     loaded = checkpoint.load(path, _own_names(arguments))
@@ -359,9 +360,10 @@ def _eval(arguments: argparse.Namespace) -> int:
     options = RunOptions(
         device=arguments.device, data_dir=arguments.data_dir, download=arguments.download
     )
-    loss, accuracy = run.evaluate(loaded, options)
+    metrics, config = predict.evaluate_checkpoint(loaded, options), loaded.config
     if _main_process():
-        print(f"test accuracy {100 * accuracy:.2f} %, loss {loss:.4f} ({loaded.config.dataset})")
+        described = config.make_task().describe(metrics)
+        print(f"test {described}, loss {metrics['loss']:.4f} ({config.dataset})")
     return 0
 
 
@@ -381,21 +383,23 @@ def _predict(arguments: argparse.Namespace) -> int:
 
     files = predict.find_files(network, arguments.files)
     examples = predict.read_examples(network, output.progress(files, "predict"), report)
-    rows = predict.classify(network, examples, arguments.batch_size, arguments.top)
+    rows = predict.predict(network, examples, arguments.batch_size, arguments.top)
+    keys = "file", *network.task.columns
     if arguments.json:
-        keys = "file", "class", "probability"
         output.write(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
     elif arguments.csv:
         table = SimpleNamespace(write=partial(output.write, end=""))
         writer = csv.writer(table, lineterminator="\n")
-        writer.writerow(("file", "class", "probability"))
+        writer.writerow(keys)
         writer.writerows(rows)
     else:
         width, label_width = (max(map(len, map(str, w))) for w in (files, network.classes))
-        for i, (file, label, probability) in enumerate(rows):
+        for i, (file, *step, label, value) in enumerate(rows):
             if i == 0:
-                output.write(f"{'file':<{width}}  {'class':<{label_width}}  probability")
-            output.write(f"{file:<{width}}  {label:<{label_width}}  {probability:11.4f}")
+                head = "".join(f"{key:>6}" for key in keys[1:-2])
+                output.write(f"{'file':<{width}}{head}  {keys[-2]:<{label_width}}  {keys[-1]:>11}")
+            steps = "".join(f"{number:6}" for number in step)
+            output.write(f"{file:<{width}}{steps}  {label:<{label_width}}  {value:11.4f}")
     return 1 if failed else 0
 
 

@@ -35,6 +35,7 @@ from spikefuse.train.fields import (
     text,
     up_to,
 )
+from spikefuse.train.tasks import CRITERIA, TASKS, Task
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class TrainConfig:
     dataset: str = choice("digits", "dataset, module:dataset for your own, or one of", DATASETS)
     model: str = choice(
         "conv", "network architecture, module:builder for your own, or one of", MODELS
+    )
+    task: str = choice(
+        "classification",
+        "what targets are: a class or values of each example, or a target for each time step",
+        TASKS,
     )
     neuron: str = choice("lif", "neuron model", choices.NEURONS)
     decay: float | None = number(
@@ -171,10 +177,18 @@ class TrainConfig:
         shown="none",
     )
     loss: str = choice(
-        "mean",
-        "output to which cross entropy applies: the mean over time, the last step, or every step "
+        None,
+        "output to which the criterion applies: the mean over time, the last step, or every step "
         "(averaged)",
         choices.LOSSES,
+        "mean; of sequences every",
+    )
+    criterion: str = choice(
+        None,
+        "loss of an output and its target: of values the mean squared error, the mean absolute "
+        "error or Huber's, of classes the cross entropy",
+        CRITERIA,
+        "cross-entropy; mse for regression and sequences",
     )
     label_smoothing: float = number(
         0.0,
@@ -188,7 +202,8 @@ class TrainConfig:
     )
     patience: int | None = number(
         None,
-        "stop after this many epochs without a higher validation accuracy",
+        "stop after this many epochs without a higher validation accuracy; of values, without a "
+        "lower loss",
         AT_LEAST_ONE,
         shown="never",
         kind=int,
@@ -200,7 +215,7 @@ class TrainConfig:
         None,
         "largest random shift of a training image, in pixels",
         between(0, 8),
-        shown="1; 0 for inputs without rows and columns",
+        shown="1 for images and frames in classification, otherwise 0",
         kind=int,
     )
     flip: bool = flag(False, "mirror half of the training images at random", "no")
@@ -277,10 +292,13 @@ class TrainConfig:
     def _fill_in_defaults(self) -> None:
         """Set the values whose default depends on the dataset or on the model."""
         dataset = self.data
-        recorded = self.on_events and dataset.kind == "events"
+        recorded = dataset.kind == "series" or (self.on_events and dataset.kind == "events")
+        no_shift = recorded or len(dataset.shape) == 1 or self.task != "classification"
         defaults: dict[str, Any] = {
             "num_steps": dataset.transform.get("num_steps", choices.DEFAULT_STEPS),
-            "shift": 0 if len(dataset.shape) == 1 or recorded else 1,
+            "shift": 0 if no_shift else 1,
+            "loss": "every" if self.task == "sequence" else "mean",
+            "criterion": TASKS[self.task][0],
             "warmup": choices.RISE * self.epochs if self.schedule == "one-cycle" else 0.0,
         }
         if self.schedule == "step":
@@ -347,6 +365,10 @@ class TrainConfig:
         """Whether the layers of the model feed back."""
         return self.model.startswith(choices.RECURRENT_MODEL) and not own.is_reference(self.model)
 
+    def make_task(self) -> Task:
+        num = len(self.data.classes)
+        return Task(self.task, self.criterion, self.loss, num, self.label_smoothing)
+
     def make_neuron(self) -> nn.Module:
         kind = choices.NEURONS[self.neuron]
         options: dict[str, Any] = {} if self.decay is None else {"decay": self.decay}
@@ -379,6 +401,8 @@ class TrainConfig:
         build = MODELS[self.model]
         net = build(self.make_neuron, channels, len(dataset.classes), (height, width), **options)
         own.check_network(self.model, net)
+        if self.channels_last is not False:  # None in older checkpoints
+            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         temporal = Temporal(net, POLICIES[self.memory])
         return fuse(temporal) if self.fuse else temporal
 
@@ -411,7 +435,7 @@ class TrainConfig:
         """Return the options of `spikefuse.data.load`."""
         options: dict[str, Any] = {"size": self.size, "grey": self.grey or None}
         options["sensor"] = self.sensor
-        if self.data.kind == "events":
+        if self.data.kind != "images":
             options |= {"num_steps": self.num_steps, "by": self.slicing, "dt": self.slice_us}
             options["count"] = self.slice_events
             if self.on_events:

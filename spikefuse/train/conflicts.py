@@ -8,6 +8,7 @@ from typing import Any
 
 from spikefuse.train import choices, own
 from spikefuse.train.choices import EVENT_MODEL
+from spikefuse.train.tasks import TASKS
 
 # Which imports this module.
 TrainConfig = Any
@@ -15,10 +16,26 @@ TrainConfig = Any
 
 def find_conflicts(config: TrainConfig) -> Iterator[str]:
     """Yield what is wrong with settings whose own values are valid, naming the fix."""
+    yield from _task_conflicts(config)
     yield from _data_conflicts(config)
     yield from _event_model_conflicts(config)
     yield from _neuron_conflicts(config)
     yield from _training_conflicts(config)
+
+
+def _task_conflicts(config: TrainConfig) -> Iterator[str]:
+    task, dataset = f"task is {config.task}", config.data
+    if config.criterion not in TASKS[config.task]:
+        names = " or ".join(TASKS[config.task])
+        yield f"criterion is {config.criterion}, but {task}: choose {names}"
+    if config.task == "sequence" and config.loss != "every":
+        yield f"loss is {config.loss}, but {task}, whose steps all have targets: choose every"
+    if config.task != "classification":
+        yield from _given(config, task, "mixup", "cutmix")
+    if config.criterion != "cross-entropy":
+        yield from _given(config, f"criterion is {config.criterion}", "label_smoothing")
+    elif len(dataset.classes) == 1:
+        yield f"{config.dataset} has one class: add another, or choose a task with values"
 
 
 def _data_conflicts(config: TrainConfig) -> Iterator[str]:
@@ -39,13 +56,14 @@ def _data_conflicts(config: TrainConfig) -> Iterator[str]:
                 f"model is {config.model}, but {config.dataset} is one-dimensional: choose mlp or "
                 "recurrent"
             )
+    if dataset.kind != "images":
+        yield from _given(config, f"{config.dataset} has no images", *choices.OF_IMAGES)
     if dataset.kind != "events":
         of_events = ("slicing", "slice_us", "slice_events", "drop_events")
         yield from _given(config, f"{config.dataset} is not event data", *of_events)
         if config.frames != "counts":
             yield f"frames is {config.frames}, but {config.dataset} is not event data: remove it"
     else:
-        yield from _given(config, f"{config.dataset} has no images", *choices.OF_IMAGES)
         if dataset.scale != 1:
             yield from _given(config, f"{config.dataset} holds levels, not events", "drop_events")
         if config.frames == "voxel_grid" and config.slicing != "time":
@@ -89,7 +107,9 @@ def _event_model_conflicts(config: TrainConfig) -> Iterator[str]:
     if activity > capacity:
         yield f"activity is {activity:g}: expected at most capacity, {capacity:g}"
     dataset = config.data
-    if dataset.kind == "events":
+    if dataset.kind == "series":
+        yield f"{EVENT_MODEL} reads events, but {config.dataset} holds values: choose mlp"
+    elif dataset.kind == "events":
         yield from _given(config, f"{EVENT_MODEL} reads packed frames", *choices.OF_FRAMES)
         if dataset.scale != 1:
             yield f"{EVENT_MODEL} reads events, but {config.dataset} holds levels: choose mlp"

@@ -8,10 +8,9 @@ import lightning.pytorch as pl
 import torch
 
 from spikefuse import data
-from spikefuse.data import DATASETS, DataError, Examples
-from spikefuse.data.registry import describe
+from spikefuse.data import DataError, Examples
 from spikefuse.train import batches, own
-from spikefuse.train.batches import EvalBatches, TrainBatches
+from spikefuse.train.batches import EvalBatches, TrainBatches, load_examples
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
 
@@ -25,9 +24,10 @@ class DataModule(pl.LightningDataModule):
 
     Without published examples for validation, a tenth of the training examples validates.
 
-    Batches are (inputs, labels): uint8 images `[B, C, H, W]` or event frames `[B, T, ...]`, or for
-    event models packed frames, and int64 `[B]`. On a GPU with enough memory, all examples are there
-    when the first batch is read. The seed and the number of steps determine the order of training.
+    Batches are (inputs, labels): uint8 images `[B, C, H, W]` or event frames `[B, T, ...]`, float32
+    series `[B, T, ...]`, or for event models packed frames; and targets of the task. On a GPU with
+    enough memory, all examples are there when the first batch is read. The seed and the number of
+    steps determine the order of training.
 
     Override `load` for other examples of the shape and the classes that `config.dataset` has, or a
     method of Lightning's `LightningDataModule` for other batches.
@@ -61,11 +61,8 @@ class DataModule(pl.LightningDataModule):
             DataError: a file is missing or damaged, or the download failed.
             ConfigError: the run has other classes.
         """
-        name, transform = self.config.dataset, self.config.transform()
-        dataset, options = describe(name, self.directory, **transform)
-        if dataset is not DATASETS[name]:
-            self.config = self.config.with_files_of(dataset)
-        return data.load(dataset, self.directory, self.download, **options)
+        self.config, parts = load_examples(self.config, self.directory, self.download)
+        return parts
 
     def prepare_data(self) -> None:
         if self.download and not self._ready:
@@ -83,7 +80,7 @@ class DataModule(pl.LightningDataModule):
             return
         examples = self.load()
         config = self.config
-        own.check_examples(config.data, examples)
+        own.check_examples(config, examples)
         rest, *published, self.test = examples
         parts = rest, *published
         if not published:

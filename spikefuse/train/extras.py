@@ -31,7 +31,9 @@ def optional_callbacks(config: TrainConfig) -> list[pl.Callback]:
     """
     callbacks: list[pl.Callback] = []
     if config.patience is not None:
-        callbacks.append(Patience("val_accuracy", mode="max", patience=config.patience))
+        by_accuracy = config.make_task().of_classes
+        metric, mode = ("val_accuracy", "max") if by_accuracy else ("val_loss", "min")
+        callbacks.append(Patience(metric, mode=mode, patience=config.patience))
     if config.ema is not None:
         callbacks.append(MovingAverage(multi_avg_fn=get_ema_multi_avg_fn(config.ema)))
     return callbacks

@@ -1,6 +1,6 @@
-"""Losses over time, gradients by microbatches and truncated BPTT, optimizers and schedules.
+"""Gradients by microbatches and truncated BPTT, optimizers and schedules.
 
-Shape legend: T time steps, B samples, C classes.
+Shape legend: T time steps, B samples, K outputs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,42 +23,6 @@ RISE_FACTOR, FALL_FACTOR = 25.0, 1e4
 STEP_FACTOR = 0.1
 # Called with a loss, and whether it is the last one of this optimizer step.
 Backward = Callable[[Tensor, bool], None]
-
-
-def readout(outputs: Tensor, loss: str) -> Tensor:
-    """Return the logits: the mean of the outputs over time or, with loss "last", the last step.
-
-    Args:
-        outputs: `[T, B, C]`.
-        loss: one of `choices.LOSSES`.
-
-    Returns:
-        float32 `[B, C]`.
-    """
-    return (outputs[-1] if loss == "last" else outputs.mean(0, dtype=torch.float32)).float()
-
-
-def sequence_loss(outputs: Tensor, labels: Tensor, loss: str, smoothing: float = 0.0) -> Tensor:
-    """Compute the training loss of outputs over time, a float32 scalar.
-
-    `mean`: $CE(\\frac1T\\sum_t y_t)$; `last`: $CE(y_T)$; `every`: $\\frac1T\\sum_t CE(y_t)$, where
-    $CE$ is the cross entropy averaged over samples.
-
-    Source of `every`: Deng et al., "Temporal Efficient Training of Spiking Neural Network via
-    Gradient Re-weighting", ICLR 2022, equation 9.
-
-    Args:
-        outputs: `[T, B, C]`.
-        labels: classes `[B]`, or class probabilities `[B, C]`.
-        loss: one of `choices.LOSSES`.
-        smoothing: fraction of the target spread over all classes, from 0 to 1.
-    """
-    if loss == "every":
-        logits = outputs.flatten(0, 1).float()
-        labels = labels.expand(len(outputs), *labels.shape).flatten(0, 1)
-    else:
-        logits = readout(outputs, loss)
-    return F.cross_entropy(logits, labels, label_smoothing=smoothing)
 
 
 def gradients(
@@ -80,16 +43,16 @@ def gradients(
     Args:
         net: the network, a `Temporal` or a function that calls one.
         x: its input `[T, B, ...]`; `Events` are never split.
-        labels: classes `[B]`, or class probabilities `[B, C]`.
-        loss: maps outputs `[T, B, C]` of the most recent call of the network, and labels, to a
-            scalar.
+        labels: targets of the task, or class probabilities `[B, K]`.
+        loss: maps outputs `[T, B, K]` of the most recent call of the network, and their labels, to
+            a scalar.
         backward: computes and accumulates the gradients of a loss.
 
     Returns:
-        The loss, a scalar, and the logits `[B, classes]` of the whole batch, both detached.
+        The loss, a scalar, and the predictions of the whole batch, both detached.
     """
-    num_steps, batch = x.shape[0], x.shape[1]
-    total, logits = torch.zeros((), device=x.device), []
+    num_steps, batch, task = x.shape[0], x.shape[1], config.make_task()
+    total, predictions = torch.zeros((), device=x.device), []
     for indices in torch.arange(batch).tensor_split(config.accumulate):
         rows = slice(int(indices[0]), int(indices[-1]) + 1)
         outputs = []
@@ -98,13 +61,14 @@ def gradients(
             outputs.append(output.detach())
             if config.loss == "last" and stop < num_steps:
                 continue
-            value = loss(output, labels[rows])
+            steps = slice(stop - len(output), stop)
+            value = loss(output, labels[rows, steps] if task.per_step else labels[rows])
             weight = 1.0 if config.loss == "last" else len(output) / num_steps
             weighted = value * (weight * len(indices) / batch)
             backward(weighted, rows.stop == batch and stop == num_steps)
             total += weighted.detach()
-        logits.append(readout(torch.cat(outputs), config.loss))
-    return total, torch.cat(logits)
+        predictions.append(task.predict(torch.cat(outputs)))
+    return total, torch.cat(predictions)
 
 
 def _chunks(

@@ -8,7 +8,6 @@ import io
 import os
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 try:
@@ -25,12 +24,11 @@ def write(text: str, file: Any = None, end: str = "\n") -> None:
         tqdm.write(text, file=file, end=end)
 
 
-def progress(files: list[Path], description: str) -> Iterable[Path]:
-    """Show a progress bar over several files, on terminals only."""
-    if tqdm is None or len(files) < 2:
-        return files
-    bar: Iterable[Path] = tqdm(files, description, unit="file", disable=None, leave=False)
-    return bar
+def progress(items: Any, description: str, visible: bool = True) -> Iterable[Any]:
+    """Show a progress bar over several files or batches, on terminals only."""
+    if tqdm is None or len(items) < 2 or not visible:
+        return items
+    return tqdm(items, description, disable=None, leave=False)
 
 
 def show(text: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import os
 import sys
 import traceback
@@ -137,21 +138,25 @@ def _wrong_dataset(found: Any) -> str:
         return f"which is {_kind(found)}"
     if len(found.shape) not in (1, 3) or not all(isinstance(n, int) and n > 0 for n in found.shape):
         return f"whose shape {found.shape} is not (C, H, W) or (W,)"
-    if found.kind == "events" and "num_steps" not in found.transform:
-        return "which holds events but has no num_steps in its transform"
-    return "" if len(found.classes) > 1 else "which has fewer than two classes"
+    if found.kind != "images" and "num_steps" not in found.transform:
+        return f"which holds {found.kind} but has no num_steps in its transform"
+    return "" if found.classes or found.describe else "which has no names of classes or values"
 
 
 def _kind(found: Any) -> str:
     return "a function" if inspect.isroutine(found) else f"an object of type {type(found).__name__}"
 
 
-def check_examples(dataset: Dataset, parts: Any) -> None:
-    """Check what the `read` of a user's dataset has returned against its description.
+def check_examples(config: Any, parts: Any) -> None:
+    """Check what the `read` of a dataset has returned against its description.
+
+    Args:
+        config: the `TrainConfig` of the run.
 
     Raises:
         DataError: the number of parts, a shape, a dtype or a label is wrong.
     """
+    dataset, task = config.data, config.make_task()
     read = f"the dataset {dataset.name} has read"
     if not isinstance(parts, tuple) or len(parts) not in (2, 3):
         raise DataError(
@@ -161,25 +166,32 @@ def check_examples(dataset: Dataset, parts: Any) -> None:
     names = ("training", "test") if len(parts) == 2 else ("training", "validation", "test")
     for part, what in zip(parts, names, strict=True):
         labels = part.labels
-        if labels.dtype != torch.int64 or labels.shape != (len(part),) or len(part) == 0:
+        dtype, (_, *sizes) = task.target(len(part), config.num_steps)
+        if labels.dtype != dtype or labels.shape != (len(part), *sizes) or len(part) == 0:
+            expected = ", ".join(map(str, (len(part) or "N", *sizes)))
             raise DataError(
-                f"{read} {what} labels {labels.dtype} {list(labels.shape)}: expected torch.int64 "
-                f"[{len(part) or 'N'}], one for each example"
+                f"{read} {what} labels {labels.dtype} {list(labels.shape)}: expected {dtype} "
+                f"[{expected}], one for each example, or another --task than {task.name}"
             )
-        low, high = int(labels.min()), int(labels.max())
-        if low < 0 or high >= len(dataset.classes):
+        low, high = labels.min().item(), labels.max().item()
+        if not math.isfinite(low + high):
+            raise DataError(f"{read} {what} labels from {low} to {high}: expected finite values")
+        if task.of_classes and (low < 0 or high >= len(dataset.classes)):
             raise DataError(
                 f"{read} {what} labels from {low} to {high}: expected 0 to "
                 f"{len(dataset.classes) - 1}, for its {len(dataset.classes)} classes"
             )
         pixels = part[:1].pixels
         before = ("N", "T") if dataset.kind == "events" else ("N",)
+        wanted, dtype = dataset.shape, torch.uint8
+        if dataset.kind == "series":
+            wanted, dtype = (config.num_steps, *wanted), torch.float32
         shape = tuple(pixels.shape[len(before) :])
-        if pixels.dtype != torch.uint8 or pixels.ndim < len(before) or shape != dataset.shape:
-            sizes = ("N", *pixels.shape[1:]), (*before, *dataset.shape)
+        if pixels.dtype != dtype or pixels.ndim < len(before) or shape != wanted:
+            sizes = ("N", *pixels.shape[1:]), (*before, *wanted)
             found, expected = (", ".join(map(str, names)) for names in sizes)
             raise DataError(
-                f"{read} {what} {pixels.dtype} [{found}]: expected torch.uint8 [{expected}]"
+                f"{read} {what} {pixels.dtype} [{found}]: expected {dtype} [{expected}]"
             )
 
 

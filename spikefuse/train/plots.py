@@ -21,22 +21,24 @@ from spikefuse.train.classifier import Classifier, best_epoch
 
 PANEL = (3.6, 2.6)  # inches
 MAX_CLASSES = 12  # of which names fit beside a panel
+MAX_VALUES = 6  # whose lines can be told apart
 IMAGE: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
 
 
 def plot_curves(history: list[EpochMetrics], path: Path) -> None:
-    """Plot training and validation loss and accuracy over the epochs."""
+    """Plot training and validation loss, and accuracy or R², over the epochs."""
+    of_classes = "val_accuracy" in history[0]
+    metric = ("accuracy", "accuracy (%)", 100) if of_classes else ("r2", "R²", 1)
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     best = best_epoch(history)["epoch"]
     epochs = [row["epoch"] for row in history]
-    for axes, quantity, scale in zip(
-        figure.subplots(1, 2), ("loss", "accuracy"), (1, 100), strict=True
-    ):
+    panels = zip(figure.subplots(1, 2), (("loss", "loss", 1), metric), strict=True)
+    for axes, (quantity, label, scale) in panels:
         for part, name in (("train", "training"), ("val", "validation")):
             values = [scale * row[f"{part}_{quantity}"] for row in history]
             axes.plot(epochs, values, marker=".", label=name)
         axes.axvline(best, color="grey", linewidth=0.8, linestyle=":", label="best epoch")
-        axes.set(xlabel="epoch", ylabel=quantity if scale == 1 else f"{quantity} (%)")
+        axes.set(xlabel="epoch", ylabel=label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
@@ -48,7 +50,7 @@ def record_example(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str
 
     Returns:
         The encoded input `[T, C, H, W]` or `[T, units]`, the spikes `[T, ...]` of each neuron
-        layer by name, and the output `[T, classes]`.
+        layer by name, and the output `[T, K]`.
     """
     with torch.no_grad(), record(module.net.net) as recorded:
         x = module.encode(pixels)
@@ -58,7 +60,7 @@ def record_example(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str
     return x[:, 0].cpu(), spikes, output[:, 0].float().cpu()
 
 
-def plot_raster(module: Classifier, pixels: Tensor, label: int, path: Path) -> None:
+def plot_raster(module: Classifier, pixels: Tensor, target: Tensor, path: Path) -> None:
     """Plot input, output and the spikes of every neuron layer for one example."""
     x, spikes, output = record_example(module, pixels)
     columns = math.ceil(math.sqrt(len(spikes) + 2))
@@ -66,18 +68,22 @@ def plot_raster(module: Classifier, pixels: Tensor, label: int, path: Path) -> N
     figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
 
-    classes = module.config.data.classes
-    predicted = int(output.mean(0).argmax())
-    color = "tab:green" if predicted == label else "tab:red"
-    title = f"class: {classes[label]}, predicted: {classes[predicted]}"
-    figure.suptitle(title, color=color, fontsize=11)
+    names, task = module.config.data.classes, module.task
+    if task.name == "classification":
+        label, predicted = int(target), int(output.mean(0).argmax())
+        color = "tab:green" if predicted == label else "tab:red"
+        title = f"class: {names[label]}, predicted: {names[predicted]}"
+        figure.suptitle(title, color=color, fontsize=11)
     _plot_input(panels[0], x)
     for axes, (name, layer) in zip(panels[1:], spikes.items(), strict=False):
         shape = " × ".join(map(str, layer.shape[1:]))
         kind = f"{100 * firing_rate(layer):.1f} % firing" if are_spikes(layer) else "potentials"
         raster(layer, axes, f"{name}: {shape} neurons, {kind}")
         axes.title.set_fontsize(8)
-    _plot_output(panels[len(spikes) + 1], output, classes)
+    if task.of_classes:
+        _plot_classes(panels[len(spikes) + 1], output, names, task.per_step)
+    else:
+        _plot_values(panels[len(spikes) + 1], output, names, target)
     for axes in panels[len(spikes) + 2 :]:
         axes.set_axis_off()
     _save(figure, path)
@@ -93,14 +99,24 @@ def _plot_input(axes: Axes, x: Tensor) -> None:
     axes.set_axis_off()
 
 
-def _plot_output(axes: Axes, output: Tensor, classes: tuple[str, ...]) -> None:
+def _plot_values(axes: Axes, output: Tensor, names: tuple[str, ...], target: Tensor) -> None:
+    for i, name in enumerate(names[:MAX_VALUES]):
+        axes.plot(output[:, i], color=f"C{i}", label=name)
+        axes.plot(target[..., i].expand(len(output)), color=f"C{i}", linestyle="--")
+    axes.set_title("output, and target (dashed)", fontsize=8)
+    axes.set(xlabel="time step")
+    axes.legend(fontsize=8)
+
+
+def _plot_classes(axes: Axes, output: Tensor, classes: tuple[str, ...], per_step: bool) -> None:
     steps = torch.arange(1, len(output) + 1)
-    means = output.cumsum(0) / steps.unsqueeze(1)
+    means = output if per_step else output.cumsum(0) / steps.unsqueeze(1)
     shown = means[-1].topk(min(MAX_CLASSES, len(classes))).indices.sort().values
     image = axes.imshow(means[:, shown].T.numpy(), cmap="viridis", **IMAGE)
     axes.figure.colorbar(image, ax=axes)
     most = "" if len(shown) == len(classes) else f", {len(shown)} of {len(classes)} classes"
-    axes.set_title(f"running mean of the output{most}", fontsize=8)
+    what = "output" if per_step else "running mean of the output"
+    axes.set_title(f"{what}{most}", fontsize=8)
     names = [classes[i] if len(classes[i]) <= 14 else f"{classes[i][:13]}…" for i in shown]
     axes.set(xlabel="time step", yticks=range(len(shown)), yticklabels=names)
     axes.tick_params(axis="y", labelsize=8)

@@ -1,68 +1,86 @@
-"""Load trained networks from checkpoints, and classify files with them."""
+"""Load trained networks from checkpoints, apply them to files and evaluate them.
+
+Nothing here needs Lightning.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spikefuse.data import DataError, read_file
+from spikefuse.data import DataError, Examples, read_file
 from spikefuse.data.registry import file_endings
-from spikefuse.train import batches, checkpoint
+from spikefuse.train import batches, checkpoint, own
+from spikefuse.train.batches import EvalBatches
+from spikefuse.train.checkpoint import LoadedRun
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
-from spikefuse.train.optimize import readout
+from spikefuse.train.output import progress
+from spikefuse.train.processes import Processes
+from spikefuse.train.run_options import RunOptions
 from spikefuse.train.seeding import Purpose, reseed
+from spikefuse.train.tasks import Totals
+
+DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
+# Input values per CPU thread and training step (time steps × batch × input size).
+VALUES_PER_THREAD = 1 << 15
 
 
 class TrainedNetwork(nn.Module):
-    """A trained network with the preprocessing of its training, for uint8 inputs of its dataset.
+    """A trained network with the preprocessing of its training, for inputs of its dataset.
 
     Images are divided by 255 and encoded over T time steps, directly or by Poisson spikes, as in
-    training. Event frames are passed as counts, spectra of sounds as levels from 0 to 1. The logits
-    are the mean of the outputs over time or, after training with the loss "last", the last output.
-    Nothing is augmented. Poisson spikes are drawn from PyTorch's default generator.
+    training. Event frames are passed as counts, spectra of sounds as levels from 0 to 1, series as
+    they are. The predictions are the mean of the outputs over time, after training with the loss
+    "last" the last output, or of sequences the output of each step. Nothing is augmented. Poisson
+    spikes are drawn from PyTorch's default generator.
 
     Attributes:
         net: the network without preprocessing, a `Temporal` `[T, B, ...] -> [T, B, classes]`.
-        classes: name of each class, in the order of the logits.
+        classes: name of each class, or of each value, in the order of the outputs.
         config: settings of the run.
+        task: what the run has learned.
     """
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
-        self.config, self.net = config, config.make_network()
+        self.config, self.task, self.net = config, config.make_task(), config.make_network()
         self.classes = config.data.classes
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Compute the logits of a batch, float32 `[B, classes]`; `softmax(1)` gives probabilities.
+        """Compute the predictions of a batch, float32, on the device of the network.
 
-        The batch is moved to the device of the network.
+        They are logits `[B, classes]`, of which `softmax(1)` gives probabilities, or values
+        `[B, K]`; of sequences, either for each step, `[B, T, ...]`.
 
         Args:
-            inputs: uint8 images `[B, C, H, W]`, from 0 to 255, or uint8 event frames `[B, T, ...]`,
-                such as the `pixels` of a dataset's batch, or `read(path)`.
+            inputs: uint8 images `[B, C, H, W]`, from 0 to 255, uint8 event frames or float32 series
+                `[B, T, ...]`, such as the `pixels` of a dataset's batch, or `read(path)`.
 
         Raises:
             ValueError: `inputs` have another dtype or shape.
         """
         dataset = self.config.data
-        before = ("B", "T") if dataset.kind == "events" else ("B",)
+        before = ("B",) if dataset.kind == "images" else ("B", "T")
+        dtype = torch.float32 if dataset.kind == "series" else torch.uint8
         fits = inputs.ndim == len(before) + len(dataset.shape)
-        if not fits or inputs.shape[len(before) :] != dataset.shape or inputs.dtype != torch.uint8:
+        if not fits or inputs.shape[len(before) :] != dataset.shape or inputs.dtype != dtype:
             shape = ", ".join(map(str, (*before, *dataset.shape)))
             raise ValueError(
-                f"inputs are {inputs.dtype} {list(inputs.shape)}: expected torch.uint8 [{shape}], "
+                f"inputs are {inputs.dtype} {list(inputs.shape)}: expected {dtype} [{shape}], "
                 f"as {self.config.dataset} has; other inputs can be passed to .net, encoded"
             )
         inputs = inputs.to(next(self.net.parameters()).device)
-        return readout(self.net(batches.encode(inputs, self.config)), self.config.loss)
+        return self.task.predict(self.net(batches.encode(inputs, self.config)))
 
     def read(self, path: str | os.PathLike[str]) -> Tensor:
         """Read all examples in a file as a batch for `forward`, on the CPU.
@@ -132,12 +150,25 @@ def find_device(device: str | torch.device) -> torch.device:
     return device
 
 
-class Prediction(NamedTuple):
-    """One class of one example; `file` ends in [i] if the file has several examples."""
+def device_of(name: str, precision: str, processes: Processes) -> torch.device:
+    """Return the device of this process.
 
-    file: str
-    label: str
-    probability: float
+    Raises:
+        ConfigError: there is none for each process, or it does not compute in this precision.
+    """
+    device = find_device(name)
+    if device.type == "cpu":
+        if precision == "16":
+            raise ConfigError("precision is 16, which needs a CUDA GPU: choose bf16 or 32")
+        return device
+    if processes.count == 1:
+        return torch.device("cuda", torch.cuda.current_device())
+    if processes.local_count > torch.cuda.device_count():
+        raise ConfigError(
+            f"{processes.local_count} processes on this machine, but {torch.cuda.device_count()} "
+            "GPUs: start fewer with torchrun, or choose --device cpu"
+        )
+    return torch.device("cuda", processes.local_rank)
 
 
 def find_files(network: TrainedNetwork, paths: Iterable[Path]) -> list[Path]:
@@ -152,7 +183,10 @@ def find_files(network: TrainedNetwork, paths: Iterable[Path]) -> list[Path]:
 def read_examples(
     network: TrainedNetwork, files: Iterable[Path], report: Callable[[str], None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Read the examples of files with their names, and report files that cannot be read."""
+    """Read the examples of files with their names, and report files that cannot be read.
+
+    A name ends in [i] if the file has several examples.
+    """
     for path in files:
         try:
             if path.is_dir():
@@ -166,10 +200,10 @@ def read_examples(
             report(str(error))
 
 
-def classify(
+def predict(
     network: TrainedNetwork, examples: Iterator[tuple[str, Tensor]], batch_size: int, top: int
-) -> Iterator[Prediction]:
-    """Yield the `top` most probable classes of each example, the most probable first.
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the name of each example, followed by its `Task.rows`.
 
     Poisson spikes depend on the seed of the run, the batch size and the position of an example.
     """
@@ -179,9 +213,75 @@ def classify(
             return
         reseed(network.config.seed, Purpose.EVALUATION, number)
         with torch.no_grad():
-            logits = network(torch.stack([example for _, example in batch]))
-        chosen = logits.softmax(1).topk(min(top, len(network.classes)))
-        rows = zip(batch, chosen.values.tolist(), chosen.indices.tolist(), strict=True)
-        for (name, _), probabilities, labels in rows:
-            for probability, label in zip(probabilities, labels, strict=True):
-                yield Prediction(name, network.classes[label], probability)
+            predictions = network(torch.stack([example for _, example in batch])).cpu()
+        for (name, _), prediction in zip(batch, predictions, strict=True):
+            for row in network.task.rows(prediction, network.classes, top):
+                yield name, *row
+
+
+# Evaluation
+
+
+def evaluate_checkpoint(loaded: LoadedRun, options: RunOptions) -> dict[str, float]:
+    """Return the loss and the metrics of a checkpoint on the test examples of its dataset.
+
+    Processes that torchrun started share each batch; all of them return the same.
+
+    Raises:
+        ConfigError, DataError: a setting or a file is invalid.
+    """
+    processes = Processes.started()
+    device = device_of(options.device, loaded.config.precision, processes)
+    with processes.connected(device):
+        with processes.local_main_first():
+            config, parts = batches.load_examples(loaded.config, options.data_dir, options.download)
+        own.check_examples(config, parts)
+        network = TrainedNetwork(config)
+        checkpoint.load_weights(network, loaded)
+        return evaluate(network.net.to(device), parts[-1], config, device, processes)
+
+
+def evaluate(
+    net: nn.Module,
+    examples: Examples,
+    config: TrainConfig,
+    device: torch.device,
+    processes: Processes,
+) -> dict[str, float]:
+    """Return the loss and the metrics of a network on examples, in evaluation mode.
+
+    All processes of the run must call this.
+
+    Args:
+        net: the `Temporal`, on the device.
+    """
+    net.eval()
+    task, precision = config.make_task(), config.precision
+    totals, placed = Totals(task), batches.place(examples, device)
+    steps = EvalBatches(placed, config.batch_size, device, config.on_events)
+    autocast = torch.autocast(device.type, DTYPES[precision], enabled=precision != "32")
+    with threads(config), torch.no_grad(), autocast:
+        for index, (inputs, labels) in enumerate(progress(steps, "test", processes.main)):
+            reseed(config.seed, Purpose.EVALUATION, index)
+            share = processes.share(len(labels))
+            # The last batch may have fewer samples than there are processes.
+            if len(labels[share]):
+                outputs = net(batches.encode(inputs, config, share))
+                totals.add(task.predict(outputs), labels[share])
+    return totals.reduced(processes, device).mean()
+
+
+@contextlib.contextmanager
+def threads(config: TrainConfig) -> Iterator[None]:
+    """Limit the number of CPU threads to the work of a step.
+
+    Small steps gain little from more threads. On a busy machine, where threads wait for each other,
+    they become many times slower.
+    """
+    before = torch.get_num_threads()
+    values = config.num_steps * config.batch_size * math.prod(config.data.shape)
+    torch.set_num_threads(max(1, min(before, values // VALUES_PER_THREAD)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

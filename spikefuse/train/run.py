@@ -1,4 +1,4 @@
-"""Training runs from data to result, and the evaluation of checkpoints."""
+"""Training runs from data to result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from tqdm import tqdm
 
 import spikefuse
 from spikefuse.data import DataError, Examples
@@ -27,7 +26,6 @@ from spikefuse.data.files import replacing
 from spikefuse.distributed import RankLost, make_mesh
 from spikefuse.nn import scale_to_rate
 from spikefuse.train import batches, folder
-from spikefuse.train.batches import EvalBatches
 from spikefuse.train.callbacks import CheckpointSaver, MetricsWriter, ProgressReporter
 from spikefuse.train.checkpoint import BEST, LAST, LoadedRun, load, load_weights
 from spikefuse.train.classifier import LIGHTNING_PRECISION, Classifier, best_epoch
@@ -37,13 +35,10 @@ from spikefuse.train.extras import check_logger, make_logger, optional_callbacks
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.output import show
 from spikefuse.train.plots import plot_curves, plot_raster
-from spikefuse.train.predict import find_device
+from spikefuse.train.predict import device_of, evaluate, threads
 from spikefuse.train.processes import Processes, is_connection_error
 from spikefuse.train.run_options import RunOptions
 from spikefuse.train.signals import RunInterrupted, SignalHandler
-
-# Input values per CPU thread and training step (time steps × batch × input size).
-VALUES_PER_THREAD = 1 << 15
 
 
 def train(
@@ -78,14 +73,14 @@ def _train(
     if options.logger is not None:
         check_logger(options.logger)
     processes = Processes.started(options.time_ranks)
-    device = _device(options.device, config.precision, processes)
+    device = device_of(options.device, config.precision, processes)
     _check_device(config, device)
     _check_processes(config, options, processes)
     with processes.connected(device):
         with processes.local_main_first():
             examples = _load_data(config, options)
         config = examples.config  # with the classes of the files
-        module = _make_module(config, processes)
+        module = Classifier(config, processes)
         if resumed is not None:
             load_weights(module, resumed)  # only checks them early: Lightning loads them later
             _check_examples(config, examples, resumed)
@@ -114,10 +109,8 @@ def _train(
         return {}
     rows = module.history
     if len(rows) < config.epochs:
-        show(
-            f"stopped after epoch {len(rows)}: no higher validation accuracy with "
-            f"--patience {config.patience}"
-        )
+        missed = "higher validation accuracy" if module.task.of_classes else "lower validation loss"
+        show(f"stopped after epoch {len(rows)}: no {missed} with --patience {config.patience}")
     facts = {
         "parameters": sum(p.numel() for p in module.parameters()),
         "training_seconds": round(seconds, 2),
@@ -135,41 +128,7 @@ def _train(
         raise RunInterrupted(signal.SIGINT, directory / LAST) from None
 
 
-def evaluate(loaded: LoadedRun, options: RunOptions) -> tuple[float, float]:
-    """Return the loss and the accuracy of a checkpoint on the test examples of its dataset.
-
-    Processes that torchrun started share each batch; all of them return the same.
-
-    Raises:
-        ConfigError, DataError: a setting or a file is invalid.
-    """
-    config, processes = loaded.config, Processes.started()
-    device = _device(options.device, config.precision, processes)
-    with processes.connected(device):
-        with processes.local_main_first():
-            examples = _load_data(config, options)
-        module = _make_module(examples.config, processes)
-        load_weights(module, loaded)
-        return _test(module, examples.test, device)
-
-
 # Setup
-
-
-def _device(name: str, precision: str, processes: Processes) -> torch.device:
-    device = find_device(name)
-    if device.type == "cpu":
-        if precision == "16":
-            raise ConfigError("precision is 16, which needs a CUDA GPU: choose bf16 or 32")
-        return device
-    if processes.count == 1:
-        return torch.device("cuda", torch.cuda.current_device())
-    if processes.local_count > torch.cuda.device_count():
-        raise ConfigError(
-            f"{processes.local_count} processes on this machine, but {torch.cuda.device_count()} "
-            "GPUs: start fewer with torchrun, or choose --device cpu"
-        )
-    return torch.device("cuda", processes.local_rank)
 
 
 def _check_device(config: TrainConfig, device: torch.device) -> None:
@@ -229,13 +188,6 @@ def _check_examples(config: TrainConfig, examples: DataModule, resumed: LoadedRu
         )
 
 
-def _make_module(config: TrainConfig, processes: Processes) -> Classifier:
-    module = Classifier(config, processes)
-    if config.channels_last is not False:  # None in older checkpoints
-        module.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return module
-
-
 def _scale_weights(module: Classifier, training: Examples) -> None:
     """Scale the initial weights of an event model to the requested activity."""
     config = module.config
@@ -255,8 +207,8 @@ def _introduction(module: Classifier, examples: DataModule, device: torch.device
     training, validation, test = map(len, parts)
     parameters = sum(p.numel() for p in module.parameters())
     several = f", {processes.count} processes" if processes.count > 1 else ""
-    events = config.data.kind == "events"
-    encoding = "frames" if events else f"{config.encoding} encoding"
+    kinds = {"images": f"{config.encoding} encoding", "events": "frames", "series": "values"}
+    encoding = kinds[config.data.kind]
     obstacle = config.graph_obstacle(device, processes.count)
     graph = "\ntraining steps are recorded as a CUDA graph (--no-cuda-graph turns this off)"
     if obstacle:
@@ -283,7 +235,7 @@ def _fit(
     logger: str | None,
 ) -> None:
     config, processes = module.config, module.processes
-    with _quiet(), _threads(config), SignalHandler(directory / LAST, processes) as signals:
+    with _quiet(), threads(config), SignalHandler(directory / LAST, processes) as signals:
         saver = CheckpointSaver(directory, signals)
         callbacks: list[pl.Callback] = [*optional_callbacks(config), saver]
         if processes.main:
@@ -340,15 +292,6 @@ def _trainer(
     return trainer
 
 
-def _test(module: Classifier, test: Examples, device: torch.device) -> tuple[float, float]:
-    module.to(device)
-    size, packed = module.config.batch_size, module.config.on_events
-    steps = EvalBatches(batches.place(test, device), size, device, packed)
-    hidden = None if module.processes.main else True  # None: unless on a terminal
-    with _threads(module.config):
-        return module.evaluate(tqdm(steps, "test", disable=hidden, leave=False))
-
-
 def _finish(
     module: Classifier, test: Examples, device: torch.device, directory: Path, facts: dict[str, Any]
 ) -> dict[str, Any]:
@@ -356,22 +299,23 @@ def _finish(
     best = best_epoch(module.history)
     loaded = load(directory / BEST)
     if not loaded.history or any(
-        loaded.history[-1][key] != best[key] for key in ("epoch", "val_accuracy")
+        loaded.history[-1][key] != best[key] for key in ("epoch", "val_loss")
     ):
         raise ConfigError(
             f"{loaded.path} is not from epoch {best['epoch']:.0f}, the best of this run: it "
             "belongs to another run or is outdated; start a new run"
         )
     load_weights(module, loaded)
-    loss, accuracy = _test(module, test, device)
-    if not math.isfinite(loss):
-        raise FloatingPointError(f"the loss of the test is {loss}: check its examples")
+    net, task = module.net.to(device), module.task
+    metrics = evaluate(net, test, module.config, device, module.processes)
+    if not math.isfinite(metrics["loss"]):
+        raise FloatingPointError(f"the loss of the test is {metrics['loss']}: check its examples")
+    names = [name for name in metrics if name != "loss"]
     result = {
-        "test_accuracy": accuracy,
-        "test_loss": loss,
+        **{f"test_{name}": metrics[name] for name in (*names, "loss")},
         "test_images": len(test),
         "best_epoch": int(best["epoch"]),
-        "validation_accuracy": best["val_accuracy"],
+        **{f"validation_{name}": best[f"val_{name}"] for name in names},
         **facts,
         "config": module.config.to_dict(),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -380,31 +324,15 @@ def _finish(
     curves, raster = directory / "curves.png", directory / "raster.png"
     plot_curves(module.history, curves)
     first = batches.contents(test[:1], module.config.on_events).to(device)
-    plot_raster(module, first, int(test.labels[0]), raster)
+    plot_raster(module, first, test.labels[0].cpu(), raster)
     with replacing(directory / "result.json") as path:
         path.write_text(json.dumps(result, indent=2) + "\n")
     show(
-        f"test accuracy {100 * accuracy:.2f} % on {len(test):,} test samples, with the weights "
-        f"of epoch {result['best_epoch']}\n"
+        f"test {task.describe(metrics)} on {len(test):,} test samples, with the weights of epoch "
+        f"{result['best_epoch']}\n"
         f"plots: {curves} and {raster}"
     )
     return result
-
-
-@contextlib.contextmanager
-def _threads(config: TrainConfig) -> Iterator[None]:
-    """Limit the number of CPU threads to the work of a step.
-
-    Small steps gain little from more threads. On a busy machine, where threads wait for each other,
-    they become many times slower.
-    """
-    before = torch.get_num_threads()
-    values = config.num_steps * config.batch_size * math.prod(config.data.shape)
-    torch.set_num_threads(max(1, min(before, values // VALUES_PER_THREAD)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

@@ -347,6 +347,21 @@ def test_continued_from_a_state():
     assert_same(*found)
 
 
+def test_sequences_of_other_lengths():
+    """Their number of steps is an input of the graph, and no tensor."""
+    layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), sf.LIF()]
+    net = sf.Temporal(nn.Sequential(*layers, nn.Linear(8, 8), sf.LIF()), Checkpoint())
+    plain = sf.fuse(sf.Temporal(copy.deepcopy(net.net)))
+    for num_steps in (3, 5, 4):
+        x = make_input((num_steps, 2, 8))
+        state = None
+        for _ in range(2):
+            (y, found), (expected, state) = (
+                part(x, state=state, return_state=True) for part in (net, plain)
+            )
+            assert_same([y, *found["net.2"]], [expected, *state["net.2"]])
+
+
 def test_spikes_that_cross_a_cut_are_bits():
     net, x = (
         made(lambda: nn.Sequential(Mixed().stem, layer(), layer()), Checkpoint()),

@@ -72,7 +72,7 @@ def test_speculative_scans_of_every_model_equal_one_scan(backends, turn):
     """Every model, those that never forget too: spikes to the last bit, and gradients, of which
     those of half precision are rounded twice. On a CPU, each model has one place of division."""
     for i, (name, make) in enumerate(DEFINITIONS.items()):
-        if name == "Gated":  # of several inputs
+        if name in ("Gated", "StochasticLIF"):  # of several inputs
             continue
         if backends.device == "cpu" and i % 3 != turn:
             continue

@@ -22,7 +22,8 @@ from spikefuse import train
 from spikefuse.data import DATASETS, Dataset, Frames
 from spikefuse.data.frames import pack
 from spikefuse.train import Classifier, ConfigError, DataModule, TrainConfig, classifier, run
-from spikefuse.train.classifier import MetricTotals
+from spikefuse.train.predict import evaluate
+from spikefuse.train.processes import Processes
 from spikefuse.train.seeding import order
 
 Spikefuse = Callable[..., int]
@@ -138,13 +139,6 @@ def test_the_loss_of_a_mixture_is_the_mixture_of_losses(loss: str) -> None:
     torch.testing.assert_close(mixed, 0.3 * first + 0.7 * second)
 
 
-def test_the_accuracy_counts_the_largest_share() -> None:
-    totals = MetricTotals()
-    shares = torch.tensor([[0.7, 0.3, 0.0], [0.0, 0.4, 0.6], [0.6, 0.4, 0.0]])
-    totals.add(torch.tensor(0.5), torch.eye(3)[[0, 1, 0]], shares)
-    assert totals.mean() == pytest.approx((0.5, 2 / 3))
-
-
 def test_all_augmentations_in_a_run(spikefuse: Spikefuse, tmp_path: Path, small: list[str]) -> None:
     """Of images; the same seed gives the same run."""
     options = (
@@ -207,7 +201,7 @@ def test_float16_scales_the_loss_and_clips_unscaled_gradients(
         trainer.strategy.precision_plugin = MixedPrecision("16-mixed", "cpu")
         return trainer
 
-    monkeypatch.setattr(run, "_device", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(run, "device_of", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(run, "_trainer", scaling_trainer)
     monkeypatch.setattr(Classifier, "on_before_optimizer_step", watched)
     options = shlex.split("--model mlp --precision 16 --clip 0.01 --epochs 1 --out run")
@@ -271,8 +265,8 @@ def test_a_subclass_in_a_trainer_of_its_own() -> None:
     assert len(module.history) == 2
     assert measured["val_accuracy"] == pytest.approx(module.history[-1]["val_accuracy"])
     (tested,) = fit.test(module, datamodule=examples, verbose=False)
-    loss, accuracy = module.evaluate(examples.test_dataloader())
-    assert [tested["test_loss"], tested["test_accuracy"]] == pytest.approx([loss, accuracy])
+    found = evaluate(module.net, examples.test, CONFIG, module.device, Processes())
+    assert tested == pytest.approx({f"test_{name}": value for name, value in found.items()})
 
 
 @pytest.mark.parametrize("limit", [4, 0.7])

@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import spikefuse as sf
@@ -20,38 +19,15 @@ from spikefuse.train.optimize import (
     gradients,
     learning_rate,
     make_optimizer,
-    readout,
-    sequence_loss,
     set_learning_rate,
 )
+from spikefuse.train.tasks import Task
 
 T, B = 6, 8
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_losses(smoothing: float) -> None:
-    torch.manual_seed(0)
-    outputs, labels = torch.randn(5, 3, 7), torch.tensor([6, 0, 2])
-
-    def cross_entropy(logits: torch.Tensor) -> torch.Tensor:
-        target = F.one_hot(labels, 7) * (1 - smoothing) + smoothing / 7
-        return -(target * logits.log_softmax(1)).sum(1).mean()
-
-    expected = {
-        "mean": cross_entropy(outputs.mean(0)),
-        "last": cross_entropy(outputs[-1]),
-        "every": torch.stack([cross_entropy(y) for y in outputs]).mean(),
-    }
-    assert set(expected) == set(LOSSES)
-    for name, value in expected.items():
-        torch.testing.assert_close(sequence_loss(outputs, labels, name, smoothing), value)
-
-
-def test_readout_matches_the_loss() -> None:
-    outputs = torch.randn(5, 3, 7, dtype=torch.bfloat16)
-    assert torch.equal(readout(outputs, "last"), outputs[-1].float())
-    for name in ("mean", "every"):
-        torch.testing.assert_close(readout(outputs, name), outputs.float().mean(0))
+def classification(steps: str) -> Task:
+    return Task("classification", "cross-entropy", steps, 3)
 
 
 def rates(steps: int = 10, **options: object) -> list[float]:
@@ -151,9 +127,10 @@ def whole_batch(net, batch, loss="mean"):
     x, labels = batch
     net.zero_grad()
     outputs = net(x)
-    value = sequence_loss(outputs, labels, loss)
+    task = classification(loss)
+    value = task.loss(outputs, labels)
     value.backward()
-    return value.detach(), readout(outputs, loss).detach(), [p.grad for p in net.parameters()]
+    return value.detach(), task.predict(outputs).detach(), [p.grad for p in net.parameters()]
 
 
 def in_microbatches(net, batch, **options):
@@ -166,9 +143,7 @@ def in_microbatches(net, batch, **options):
         loss.backward()
 
     config = TrainConfig(batch_size=B, num_steps=T, **options)
-    value, logits = gradients(
-        net, x, labels, config, lambda *pair: sequence_loss(*pair, config.loss), backward
-    )
+    value, logits = gradients(net, x, labels, config, classification(config.loss).loss, backward)
     assert last[-1]
     assert not any(last[:-1])
     return value, logits, [p.grad for p in net.parameters()]
@@ -194,10 +169,10 @@ def test_chunks_truncate_the_gradient(net, batch, loss: str) -> None:
     first, state = net(x[:4], return_state=True)
     second = net(x[4:], state={k: tuple(s.detach() for s in v) for k, v in state.items()})
     share = 0.0 if loss == "last" else 4 / 6
-    losses = [sequence_loss(outputs, labels, loss) for outputs in (first, second)]
+    losses = [classification(loss).loss(outputs, labels) for outputs in (first, second)]
     value = share * losses[0] + (1 - share) * losses[1]
     value.backward()
-    logits = readout(torch.cat([first, second]), loss).detach()
+    logits = classification(loss).predict(torch.cat([first, second])).detach()
     expected = value.detach(), logits, [p.grad for p in net.parameters()]
     found = in_microbatches(net, batch, loss=loss, tbptt=4)
     torch.testing.assert_close(found, expected)

@@ -39,7 +39,7 @@ def test_record_sees_every_layer() -> None:
 def test_raster_of_any_depth(tmp_path: Path, model: str) -> None:
     module = Classifier(TrainConfig(num_steps=3, model=model)).eval()
     path = tmp_path / "raster.png"
-    plot_raster(module, torch.full((1, 1, 8, 8), 200, dtype=torch.uint8), 3, path)
+    plot_raster(module, torch.full((1, 1, 8, 8), 200, dtype=torch.uint8), torch.tensor(3), path)
     assert matplotlib.image.imread(path).std() > 0.01
 
 
@@ -50,7 +50,7 @@ def test_potentials_have_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(plots, "record_example", lambda *_: example)
     shown = []
     monkeypatch.setattr(plots, "raster", lambda x, axes, title: shown.append(title))
-    plot_raster(module, torch.zeros(1), 3, tmp_path / "raster.png")
+    plot_raster(module, torch.zeros(1), torch.tensor(3), tmp_path / "raster.png")
     assert shown == ["0: 2 neurons, 50.0 % firing", "1: 2 neurons, potentials"]
 
 

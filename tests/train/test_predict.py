@@ -1,4 +1,4 @@
-"""Trained networks loaded from checkpoints, and the command `predict`."""
+"""Trained networks loaded from checkpoints, the command `predict`, and evaluation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +16,17 @@ import torch
 from PIL import Image
 
 import spikefuse as sf
-from spikefuse.data import DataError, Slicing, to_frames
+from spikefuse.data import DATASETS, DataError, Dataset, Frames, Slicing, to_frames
 from spikefuse.data.nmnist import read_nmnist
 from spikefuse.train import predict
+from spikefuse.train.batches import encode
 from spikefuse.train.checkpoint import KEY
 from spikefuse.train.classifier import Classifier
 from spikefuse.train.cli import main
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
+from spikefuse.train.predict import device_of, evaluate, threads
+from spikefuse.train.processes import Processes
 from tests.data.readers import speech
 from tests.data.writing import nmnist_bytes, random_columns, wav_bytes
 
@@ -157,15 +161,18 @@ def test_predict(
     assert [{k: str(v) for k, v in row.items()} for row in rows] == table
 
 
-def test_predictions_need_no_extra(trained: Path, images: torch.Tensor, tmp_path: Path) -> None:
+def test_predictions_and_evaluation_need_no_extra(
+    trained: Path, images: torch.Tensor, tmp_path: Path
+) -> None:
     code = "; ".join((
         "import sys",
         "sys.modules.update(dict.fromkeys(('tqdm', 'lightning', 'matplotlib', 'tensorboard')))",
         "from spikefuse.train.cli import main",
+        f"assert main(['eval', {str(trained.parent)!r}]) == 0",
         f"sys.exit(main(['predict', {str(trained)!r}, {str(tmp_path / 'photos')!r}]))",
     ))  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, len(done.stdout.splitlines())) == (0, 6), done.stderr
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 7), done.stderr
 
 
 def test_files_that_cannot_be_read_are_reported(
@@ -219,3 +226,59 @@ def test_predictions_have_the_names_of_the_folders(
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     assert {row["class"] for row in rows} <= {"a cat", "a dog"}
     assert len(rows) == 5
+
+
+CPU = torch.device("cpu")
+
+
+class Counted(torch.nn.Module):
+    """Outputs are counts of the events of each row, so that the busiest row is the class."""
+
+    def forward(self, x: Any) -> torch.Tensor:
+        return x.to_dense().flatten(2).unflatten(2, (5, 16)).sum(-1)
+
+
+def test_packed_frames_and_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over the processes of a batch, one of which has no sample of the last one."""
+    torch.manual_seed(0)
+    bits = torch.rand(7, 3, 5, 16) < 0.5
+    labels = torch.randint(5, (7,))
+    powers = 2 ** torch.arange(8)
+    packed = (bits.flatten(2).unflatten(2, (-1, 8)) * powers).sum(-1).byte()
+
+    def read(directory: Path, download: bool, **_: Any) -> tuple[Frames, ...]:
+        raise AssertionError
+
+    rows = Dataset((1, 5, 16), tuple("abcde"), read, "events", {"num_steps": 3, "bits": 1})
+    monkeypatch.setitem(DATASETS, "rows", rows)
+    config = TrainConfig(dataset="rows", model="event-mlp", batch_size=3)
+    frames = Frames(packed, labels, (1, 5, 16), 1)
+    counts = bits.sum(-1).sum(1) / 3
+    expected = {
+        "loss": torch.nn.functional.cross_entropy(counts, labels).item(),
+        "accuracy": (counts.argmax(1) == labels).float().mean().item(),
+    }
+    found = evaluate(Counted(), frames, config, CPU, Processes())
+    assert found == pytest.approx(expected)
+    dense = encode(frames.pixels, config).to_dense()
+    assert torch.equal(dense, encode(packed, config).to_dense())
+
+    sums = []
+    monkeypatch.setattr(Processes, "sum", lambda self, values: sums.append(values) or values)
+    for rank in range(2):
+        evaluate(Counted(), frames, config, CPU, Processes(rank, 2))
+    total = sum(sums)
+    assert total[-1] == 7
+    assert (total[:-1] / 7).tolist() == pytest.approx([*expected.values()])
+
+
+def test_devices_and_threads(monkeypatch: pytest.MonkeyPatch, own_threads: None) -> None:
+    assert device_of("cpu", "bf16", Processes()) == CPU
+    with pytest.raises(ConfigError, match="precision is 16, which needs a CUDA GPU"):
+        device_of("cpu", "16", Processes())
+    monkeypatch.setattr(predict, "VALUES_PER_THREAD", 1000)
+    torch.set_num_threads(4)
+    config = TrainConfig(num_steps=4, batch_size=10)  # 4 * 10 * 64 values
+    with threads(config):
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 4

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spikefuse.train.classifier import MetricTotals
 from spikefuse.train.processes import Processes
+from spikefuse.train.tasks import Task, Totals
 from tests.processes import SECONDS, ended, wait_for
 from tests.train.runs import OPTIONS, start, with_others
 
@@ -74,7 +74,7 @@ def test_single_process_communicates_nothing() -> None:
     assert alone.sum(values) is values
     assert alone.maximum(-2) == -2
     assert alone.broadcast("x") == "x"
-    totals = MetricTotals()
+    totals = Totals(Task("classification", "cross-entropy", "mean", 3))
     assert totals.reduced(alone, torch.device("cpu")) is totals
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from spikefuse.train import callbacks, run
+from spikefuse.train import callbacks, predict
 from spikefuse.train.classifier import Classifier, best_epoch
 from spikefuse.train.cli import main
 from spikefuse.train.signals import SignalHandler
@@ -72,7 +72,7 @@ def test_two_epochs_twice_equal_four(
 def test_with_several_threads(
     spikefuse: Spikefuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: list[str]
 ) -> None:
-    monkeypatch.setattr(run, "VALUES_PER_THREAD", 1)  # as many threads as there are
+    monkeypatch.setattr(predict, "VALUES_PER_THREAD", 1)  # as many threads as there are
     options = [*small, "--batch-size", "400"]
     assert spikefuse("train", *options, "--out", "straight") == 0
     assert spikefuse("train", *options, "--epochs", "1", "--out", "halves") == 0

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import spikefuse as sf
-from spikefuse.data import DataError, Dataset, Frames, Images, Recording
+from spikefuse.data import DataError, Dataset, Frames, Images, Recording, Series
 
 NAMES = ("up", "down", "left")
 
@@ -87,3 +87,39 @@ wrong_shape = Dataset((1, 4, 6), NAMES, read)
 wrong_labels = Dataset((1, 6, 4), NAMES[:2], read)
 no_steps = Dataset((2, 6, 4), NAMES, read_events, "events")
 no_shape = Dataset((6, 4), NAMES, read)
+
+
+def waves(count, num_steps, seed):
+    """Noisy sines, the frequency of each, and the same sines half a step later without noise."""
+    generator = torch.Generator().manual_seed(seed)
+    rates, phases = torch.rand(2, count, 1, generator=generator)
+    t = torch.arange(num_steps + 1) / 4
+    x = torch.sin((0.5 + rates) * t + 6.28 * phases)[..., None]
+    noise = 0.05 * torch.randn(x.shape, generator=generator)
+    return (x + noise)[:, :-1], rates, x[:, 1:]
+
+
+def read_waves(targets):
+    def read(directory, download, num_steps):
+        parts = [waves(count, num_steps, count) for count in (240, 60)]
+        return tuple(Series(x, targets(rates, later)) for x, rates, later in parts)
+
+    return read
+
+
+def series_in(path, num_steps):
+    yield from np.load(path)[:, :num_steps]
+
+
+OF_WAVES = {"kind": "series", "transform": {"num_steps": 20}, "files": (".npy", series_in)}
+rates = Dataset((1,), ("rate",), read_waves(lambda rates, later: rates), **OF_WAVES)
+forecast = Dataset((1,), ("next",), read_waves(lambda rates, later: later), **OF_WAVES)
+signs = Dataset(
+    (1,), ("down", "up"), read_waves(lambda rates, later: (later > 0).long().squeeze(2)), **OF_WAVES
+)
+
+
+def slow(neuron, in_channels, num_classes, size):
+    """Neurons, and integrators that they drive."""
+    hidden = nn.Linear(in_channels, 32), sf.LIF(decay=0.9, threshold=0.3)
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(32, num_classes), sf.LI(0.7))

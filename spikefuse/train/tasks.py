@@ -1,0 +1,217 @@
+"""What a run learns: the losses, the metrics and the predictions of each task.
+
+Shape legend: T time steps, B samples, K outputs: a network has one for each class, or for each
+value of a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from spikefuse.train.processes import Processes
+
+CRITERIA: dict[str, Callable[..., Tensor]] = {
+    "cross-entropy": F.cross_entropy,
+    "mse": F.mse_loss,
+    "mae": F.l1_loss,
+    "huber": F.huber_loss,
+}
+VALUES = ("mse", "mae", "huber")
+# The criteria of each task, the default first.
+TASKS = {
+    "classification": ("cross-entropy",),
+    "regression": VALUES,
+    "sequence": (*VALUES, "cross-entropy"),
+}
+# Variances of targets below this share of their mean square are rounding.
+LEAST_VARIANCE = 1e-12
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the outputs of a network `[T, B, K]` are compared with, and how.
+
+    | name | targets | predictions |
+    |---|---|---|
+    | classification | classes `[B]` | logits `[B, K]` |
+    | regression | values `[B, K]` | values `[B, K]` |
+    | sequence | values `[B, T, K]`, or classes `[B, T]` | values or logits `[B, T, K]` |
+
+    Args:
+        name: one of `TASKS`.
+        criterion: one of those of the task.
+        steps: outputs that count, one of `choices.LOSSES`: their mean, the last or every one.
+        outputs: K.
+        smoothing: fraction of the target spread over all classes in training, from 0 to 1.
+    """
+
+    name: str
+    criterion: str
+    steps: str
+    outputs: int
+    smoothing: float = 0.0
+
+    @property
+    def of_classes(self) -> bool:
+        return self.criterion == "cross-entropy"
+
+    @property
+    def per_step(self) -> bool:
+        return self.name == "sequence"
+
+    def target(self, num_samples: int, num_steps: int) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Return the dtype and the shape of the targets of some samples."""
+        shape = (num_samples, num_steps) if self.per_step else (num_samples,)
+        return (torch.int64, shape) if self.of_classes else (torch.float32, (*shape, self.outputs))
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return predictions, float32: for each step, the mean over time, or the last step.
+
+        Args:
+            outputs: `[T, B, K]`.
+        """
+        if self.per_step:
+            return outputs.transpose(0, 1).float()
+        last = self.steps == "last"
+        return (outputs[-1] if last else outputs.mean(0, dtype=torch.float32)).float()
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Compute the training loss of outputs over time, a float32 scalar.
+
+        With the criterion $C$, averaged over samples: $C(\\frac1T\\sum_t y_t)$ of the mean,
+        $C(y_T)$ of the last step, $\\frac1T\\sum_t C(y_t)$ of every step.
+
+        Source of the last: Deng et al., "Temporal Efficient Training of Spiking Neural Network via
+        Gradient Re-weighting", ICLR 2022, equation 9.
+
+        Args:
+            outputs: `[T, B, K]`.
+            targets: as in the table above, or class probabilities `[B, K]`.
+        """
+        if self.steps != "every":
+            return self._criterion(self.predict(outputs), targets, self.smoothing)
+        every = targets.expand(len(outputs), *targets.shape)
+        steps = targets.transpose(0, 1) if self.per_step else every
+        return self._criterion(outputs.flatten(0, 1).float(), steps.flatten(0, 1), self.smoothing)
+
+    def _criterion(self, predictions: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        options = {"label_smoothing": smoothing} if self.of_classes else {}
+        return CRITERIA[self.criterion](predictions, targets, **options)
+
+    def evaluate(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Compute the loss of predictions, without smoothing."""
+        if self.of_classes and self.per_step:
+            predictions, targets = predictions.flatten(0, 1), targets.flatten(0, 1)
+        return self._criterion(predictions, targets, 0.0)
+
+    # Metrics
+
+    @property
+    def num_statistics(self) -> int:
+        return 1 if self.of_classes else 1 + 3 * self.outputs
+
+    def statistics(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Return sums over samples from which metrics follow, float64 `[num_statistics]`.
+
+        The correct class of a mixed example is the one with the largest share.
+        """
+        if self.of_classes:
+            classes = targets.argmax(-1) if targets.is_floating_point() else targets
+            values = (predictions.argmax(-1) == classes).double().unsqueeze(-1)
+        else:
+            y, error = targets.double(), predictions.double() - targets
+            values = torch.cat([error.abs().mean(-1, True), error.square(), y, y.square()], -1)
+        return values.view(len(values), -1, self.num_statistics).mean(1).sum(0)
+
+    def metrics(self, means: Tensor) -> dict[str, float]:
+        """Return accuracy, from 0 to 1; of values the mean absolute error and R².
+
+        R² is $1 - \\sum e^2 / \\sum (y - \\bar y)^2$ of each value of a target, averaged over those
+        that vary; 0 without any.
+
+        Args:
+            means: `statistics` over the number of samples, on the CPU.
+        """
+        if self.of_classes:
+            return {"accuracy": float(means)}
+        squares, mean, mean_square = means[1:].split(self.outputs)
+        variance = mean_square - mean.square()
+        varies = variance > LEAST_VARIANCE * mean_square
+        r2 = (1 - squares / variance)[varies]
+        return {"mae": float(means[0]), "r2": float(r2.mean()) if len(r2) else 0.0}
+
+    def describe(self, metrics: dict[str, float]) -> str:
+        if self.of_classes:
+            return f"accuracy {100 * metrics['accuracy']:.2f} %"
+        return f"R2 {metrics['r2']:.4f}, MAE {metrics['mae']:.4g}"
+
+    def in_brief(self, metrics: dict[str, float]) -> str:
+        """Describe loss and metrics for a line of an epoch."""
+        if self.of_classes:
+            return f"loss {metrics['loss']:.4f} acc {100 * metrics['accuracy']:5.2f} %"
+        return f"loss {metrics['loss']:.4g} R2 {metrics['r2']:6.3f}"
+
+    # Predictions of single examples
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of what `rows` yields."""
+        columns = ("class", "probability") if self.of_classes else ("name", "value")
+        return ("step", *columns) if self.per_step else columns
+
+    def rows(self, prediction: Tensor, names: Sequence[str], top: int) -> Iterator[tuple[Any, ...]]:
+        """Yield the `top` most probable classes or all values, of each step if there are several.
+
+        Args:
+            prediction: of one example, `[K]` or `[T, K]`.
+            names: of classes or values.
+        """
+        for step, values in enumerate(prediction if self.per_step else prediction[None]):
+            shown = names
+            if self.of_classes:
+                values, indices = values.softmax(0).topk(min(top, len(names)))
+                shown = [names[i] for i in indices.tolist()]
+            for row in zip(shown, values.tolist(), strict=True):
+                yield (step, *row) if self.per_step else row
+
+
+class Totals:
+    """Running means of loss and metrics, accumulated on the device until they are read.
+
+    Args:
+        sums: of the loss and the statistics over `count` samples, as in `sums.tolist()`.
+    """
+
+    def __init__(self, task: Task, sums: Sequence[float] = (), count: float = 0) -> None:
+        self.task, self.count = task, int(count)
+        size = 1 + task.num_statistics
+        self.sums = torch.tensor(sums or [0.0] * size, dtype=torch.float64).view(size)
+
+    def add(self, predictions: Tensor, targets: Tensor, loss: Tensor | None = None) -> None:
+        """Add a batch; without its loss, that of `evaluate`."""
+        loss = self.task.evaluate(predictions, targets) if loss is None else loss
+        statistics = self.task.statistics(predictions, targets)
+        new = torch.cat([loss.detach().double().view(1) * len(targets), statistics])
+        self.sums = self.sums.to(new.device) + new
+        self.count += len(targets)
+
+    def mean(self) -> dict[str, float]:
+        """Return the loss and the metrics; synchronizes with the device."""
+        means = self.sums.cpu() / max(self.count, 1)
+        return {"loss": float(means[0]), **self.task.metrics(means[1:])}
+
+    def reduced(self, processes: Processes, device: torch.device) -> Totals:
+        """Return the totals of all processes; all of them must call this."""
+        if processes.count == 1:
+            return self
+        values = torch.tensor([*self.sums.tolist(), self.count], dtype=torch.float64, device=device)
+        # Processes that share a sequence count the same samples.
+        *sums, count = (processes.sum(values) / processes.time).tolist()
+        return Totals(self.task, sums, count)
