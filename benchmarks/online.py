@@ -170,7 +170,7 @@ def jelly(rule: str, net: sf.Temporal, x: Tensor, grad: Tensor) -> Contender:
 
 def memories(args: argparse.Namespace) -> Cases:
     device = torch.device(args.device)
-    net = network((args.hidden, args.hidden, args.hidden, 10)).to(device)
+    net = network((args.hidden, args.hidden, args.hidden, 10), "hard").to(device)
     lengths, part = ((10, 20), 5) if args.quick else ((100, 300, 1000, 3000, 10000), 100)
 
     def whole(x: Tensor) -> None:

@@ -228,6 +228,29 @@ def _by_way(rows: Sequence[Result], key: str) -> Columns:
     return {name: partial(cell, name) for name in names}
 
 
+def online(result: Result) -> Parts:
+    """Yield what one part of the benchmark of learning rules has measured."""
+    rows, what = result["rows"], result["settings"]["what"]
+    if what == "time":
+        yield "Forward and backward of a whole sequence, wall-clock milliseconds:"
+        columns = {"": "row", " ": "name", "ms": "wall_ms", "first of the row / this": "ratio"}
+        yield table(flat(rows), columns)
+        return
+    heads = {
+        "memory": ("Peak memory in KiB", "T", lambda row: f"{row['peak_bytes'] / 2**10:,.0f}"),
+        "cosine": ("Median cosine", "layers", lambda row: f"{row['cosine']['median']:.3f}"),
+        "cues": ("Accuracy on cues", "seed", lambda row: percent(row["accuracy"], 1)),
+        "digits": ("Accuracy on digits", "seed", lambda row: percent(row["accuracy"], 1)),
+    }
+    text, key, show = heads[what]
+    yield f"{text} by {key}:"
+    found = [
+        {"rule": rule} | {f"{key} {r[key]}": show(r) for r in group}
+        for rule, group in grouped(rows, "rule").items()
+    ]
+    yield table(found, keys("rule", *dict.fromkeys(f"{key} {row[key]}" for row in rows)))
+
+
 def neurons(result: Result) -> Parts:
     """Yield device times against the roofline, and wall-clock times of rows bound by the host."""
 

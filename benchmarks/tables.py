@@ -134,6 +134,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "first-call": ("first_call", each(sections.first_call), BENCH),
     "cpu-steps": ("cpu", each(sections.cpu_steps), BENCH),
     "plasticity": ("plasticity", each(sections.cpu_steps), BENCH),
+    "online": ("online_*", each(sections.online), SCRIPT.format("online cosine")),
     "gpu-tests": ("gpu_tests", each(sections.gpu_tests), SCRIPT.format("gpu_tests")),
     "papers": ("reproduce_*", training_sections.papers, SCRIPT.format("reproduce RECIPE")),
     "open-neuromorphic": (

@@ -122,28 +122,29 @@ def constant(place: int, x: Tensor, value: Tensor) -> Source:
 
 
 class Layers:
-    """Finds the sources of what neurons receive.
+    """Finds the sources of what neurons receive, in a `with` block around a call of a network.
 
     Attributes:
         calls: the calls of linear layers and convolutions: output and its version, layer, input.
     """
 
     def __init__(self, net: nn.Module) -> None:
+        self.net = net
         self.calls: list[tuple[Tensor, int, nn.Module, Tensor]] = []
-        self._handles = [
-            module.register_forward_hook(self._add)
-            for module in net.modules()
-            if type(module).forward is nn.Linear.forward or isinstance(module, CONVOLUTIONS)
-        ]
+        self._handles: list[Any] = []
 
-    def _add(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.calls.append((output, version(output), module, args[0].detach()))
+    def __enter__(self) -> None:
+        for module in self.net.modules():
+            if type(module).forward is nn.Linear.forward or isinstance(module, CONVOLUTIONS):
+                self._handles.append(module.register_forward_hook(self._add))
 
-    def close(self) -> None:
-        """Remove the hooks, and forget the calls."""
+    def __exit__(self, *error: Any) -> None:
         for handle in self._handles:
             handle.remove()
         self.calls.clear()
+
+    def _add(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.calls.append((output, version(output), module, args[0].detach()))
 
     def sources(self, place: int, x: Tensor) -> list[Source]:
         """The sources of an input `[T, B, ...]` that is what one of the layers returned; empty for
@@ -163,11 +164,9 @@ def _sources(place: int, x: Tensor, module: Any, values: Tensor) -> list[Source]
     if isinstance(module, nn.Linear):
         found = [Source(place, values.flatten(1, -2), module.weight)]
         if module.bias is not None:
-            rows = x.flatten(1, -2)
-            found.append(constant(place, rows, module.bias))
+            found.append(constant(place, x.flatten(1, -2), module.bias))
         return found
     found = [Source(place, values, None, module)]
     if module.bias is not None:
-        bias = module.bias.view(-1, *[1] * (x.ndim - 3))
-        found.append(constant(place, x, bias))
+        found.append(constant(place, x, module.bias.view(-1, *[1] * (x.ndim - 3))))
     return found

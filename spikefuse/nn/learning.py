@@ -51,7 +51,7 @@ class Cut(NamedTuple):
 
 
 class Learning(Observer):
-    """One call of a network that learns; in a `with` block, its neurons belong to it.
+    """One call of a network that learns.
 
     Attributes:
         traces: by neuron, before the call; None for a whole sequence, which needs none.
@@ -61,7 +61,7 @@ class Learning(Observer):
         hidden: inputs of the network and outputs of neurons, without a graph, by id.
         inputs: the inputs of the network, by the id of the same without a graph.
         parameters: all that the pieces of the graph reach otherwise.
-        layers: finds the sources of traces; None for a whole sequence.
+        layers: finds the sources of traces in a `with` block; None for a whole sequence.
     """
 
     def __init__(self, net: nn.Module, rule: str, traces: dict[str, list[Trace]] | None) -> None:
@@ -72,15 +72,7 @@ class Learning(Observer):
         self.hidden: dict[int, Tensor] = {}
         self.inputs: dict[int, Tensor] = {}
         self.parameters: list[Tensor] = []
-        self.layers: Layers | None = None
-
-    def __enter__(self) -> None:
-        if self.traces is not None:
-            self.layers = Layers(self.net)
-
-    def __exit__(self, *error: Any) -> None:
-        if self.layers is not None:
-            self.layers.close()
+        self.layers = None if traces is None else Layers(net)
 
     def leaf(self, x: Tensor) -> Tensor:
         """Return an input of the network without its graph if that is cut."""
@@ -267,7 +259,7 @@ class _Totals:
         """Add what gradients of `roots` are for the leaves `to`."""
         pairs = zip(roots, grads, strict=True)
         known = [(y, g) for y, g in pairs if g is not None and y.requires_grad]
-        if not known or not to:
+        if not (known and to):
             return
         ys, gs = zip(*known, strict=True)
         # Another piece may read the same part of the graph, such as a weight that is computed.
@@ -307,14 +299,10 @@ def _with_parameters(
     each neuron."""
     neuron, x, found = definition.neuron, inputs[0], [*sources]
     values, firsts = neuron.values(), [state.initial for state in neuron.states.values()]
-    learned = {
-        name: p
-        for name, p in values.items()
-        if isinstance(p, Tensor) and p.requires_grad and name not in firsts
-    }
+    tensors = {n: p for n, p in values.items() if isinstance(p, Tensor) and n not in firsts}
+    learned, inputs = {n: p for n, p in tensors.items() if p.requires_grad}, [*inputs]
     if not learned:
         return definition, inputs, sources
-    inputs = [*inputs]
     for name, p in learned.items():
         value = channel_view(name, p, x.shape[1:])
         found.append(constant(len(inputs), x, value))

@@ -27,8 +27,7 @@ class OnlineState(NamedTuple):
 
     Attributes:
         states: of the neurons, in the form of `Temporal`.
-        traces: the eligibility traces by neuron: one for each source of parameters, see
-            `spikefuse.nn.eligibility`.
+        traces: the eligibility traces by neuron, for each source of parameters and each state.
     """
 
     states: dict[str, States]
@@ -160,7 +159,8 @@ class Online(nn.Module):
     def _learn(self, learning: Learning, inputs: Any, kwargs: Any, options: dict[str, Any]) -> Any:
         args, kwargs = map_tensors(learning.leaf, (inputs, kwargs))
         has_gradients = torch.is_grad_enabled()
-        with learning, observing(learning), torch.enable_grad():
+        layers = learning.layers or contextlib.nullcontext()
+        with layers, observing(learning), torch.enable_grad():
             found = self.net(*args, **options, **kwargs)
         output = found[0] if options["return_state"] else found
         values, structure = flatten(output)

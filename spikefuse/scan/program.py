@@ -208,10 +208,9 @@ class Program:
         for new in step.gradients[step.num_outputs :]:
             alone = graph.without([name for name in step.gradients if name != new])
             outputs = alone.outputs[: first + num]
-            inputs, states = (
-                [i for i, y in enumerate(ys) if y != 0.0]
-                for ys in (outputs[:first], outputs[first:])
-            )
+            reads = [i for i, y in enumerate(outputs) if y != 0.0]
+            inputs = [i for i in reads if i < first]
+            states = [i - first for i in reads[len(inputs) :]]
             is_uniform = varying.isdisjoint(alone.select(outputs).used())
             found.append(StateFlow(inputs, states, is_uniform))
         for _ in found:
