@@ -32,12 +32,12 @@ from benchmarks.accuracy import (
     Run,
     add_image_options,
     load_images,
+    mean_logits,
     parse,
 )
 from benchmarks.runner import Record, cudnn_search, synchronize
 from spikefuse.nn.encode import direct
 from spikefuse.train.batches import EvalBatches
-from spikefuse.train.optimize import readout
 
 CONVERTED, QUANTIZED, TRAINED = "converted", "QCFS, converted", "converted, trained"
 QUICK = {"epochs": 1, "batch": 8, "finetuning": 1, "images": 4, "steps": [2]}
@@ -139,7 +139,7 @@ def result(run: ImageRun, name: str, net: nn.Module, steps: int, seconds: float)
     right = 0
     for pixels, labels in EvalBatches(run.testing, run.eval_batch, run.device):
         outputs = net(direct(run.normalized(pixels), steps))
-        right += int((readout(outputs, "mean").argmax(1) == labels).sum())
+        right += int((mean_logits(outputs).argmax(1) == labels).sum())
     row = {"name": name, "seed": run.seed, "T": steps, "seconds": round(seconds, 3)}
     return row | {"accuracy": right / len(run.testing)}
 
