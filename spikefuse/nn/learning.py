@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from spikefuse import reference
 from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, channel_view
 from spikefuse.neurons.online import INPUT, OnlineNeuron, online_neuron, with_gradient_of
 from spikefuse.neurons.per_step import with_inputs
+from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.nn.call import Observer, Scan, active
 from spikefuse.nn.eligibility import Layers, Source, Trace, constant, differentiate
 from spikefuse.nn.feedback import Feedback
@@ -97,6 +99,7 @@ class Learning(Observer):
     def _scan(
         self, neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
     ) -> Results[Tensor]:
+        _refuse_spikes(neuron, self.rule, arguments.inputs)
         layer, end = getattr(scan, "__self__", None), None
         sources: list[Source] = []
         if self.layers is not None:
@@ -290,6 +293,40 @@ class _Join(torch.autograd.Function):
         if learning is None:
             raise RuntimeError("Online frees its graph in the first backward pass: call it again")
         return None, *learning.backward(grads)
+
+
+def _refuse_spikes(neuron: Neuron, rule: str, inputs: Sequence[Tensor]) -> None:
+    """Raise a ValueError for a neuron whose spikes, or whose reset, the rule would still follow."""
+    cache, key = neuron.description().cache, ("online", rule, "is known")
+    if key in cache or rule not in ("ottt", "e-prop"):
+        return
+    modules = [*neuron.modules()]
+    has_surrogate = any(isinstance(module, Surrogate) for module in modules)
+    kind = f"{type(neuron).__name__} spikes"
+    if rule == "ottt" and not has_surrogate and _is_discrete(neuron, inputs):
+        raise ValueError(
+            f"{kind} without a surrogate of spikefuse.surrogate, which rule 'ottt' looks for to "
+            "leave out what spikes change in the states: spike by one, such as Custom, or use "
+            "rule='e-prop' or 'd-rtrl'"
+        )
+    can_detach = any(hasattr(module, "detach_reset") for module in modules)
+    if rule == "e-prop" and not can_detach and (has_surrogate or _is_discrete(neuron, inputs)):
+        raise ValueError(
+            f"{kind} and has no attribute detach_reset, by which rule 'e-prop' leaves out the "
+            "reset: give it one, True or False, that its step follows, or use rule='d-rtrl', which "
+            "is the same without a reset"
+        )
+    cache[key] = True
+
+
+def _is_discrete(neuron: Neuron, inputs: Sequence[Tensor]) -> bool:
+    """Whether an output has only whole values, for inputs that have others."""
+    like = inputs[0][:, :1]
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    x = torch.linspace(4.1, -3.7, like.numel(), dtype=dtype, device=like.device).view(like.shape)
+    with torch.no_grad():
+        outputs, _ = reference.scan(neuron, (x,) * len(inputs))
+    return any(y.numel() > 0 and bool((y == y.round()).all()) for y in outputs)
 
 
 def _with_parameters(

@@ -53,6 +53,10 @@ class Online(nn.Module):
     - `"sltt"`: 0. Only the present time step counts.
     - `"bptt"`: ordinary backpropagation within each call, so truncated between calls.
 
+    Of a neuron of your own, "ottt" leaves out the spikes that a `Surrogate` among its attributes
+    emits, and "e-prop" the reset that its `step` detaches if its attribute `detach_reset` is True.
+    Neurons that spike in another way are refused.
+
     All but "bptt" drop what passes through recurrent weights from one step to the next, and
     through the states of one layer to the parameters of another.
 
@@ -89,7 +93,8 @@ class Online(nn.Module):
 
     Raises:
         TypeError, ValueError: an argument is not as described; the network has a layer that sees
-            all time steps, an `EventLinear` or a `Block`; in parts, parameters reach a neuron
+            all time steps, an `EventLinear` or a `Block`, or a neuron that the rule cannot change,
+            see above; in parts, parameters reach a neuron
             through other layers than one linear layer or convolution, or a rule has one trace per
             synapse of a convolution.
 

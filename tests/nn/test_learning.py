@@ -201,3 +201,52 @@ def test_refusals():
     y.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="frees its graph"):
         y.sum().backward()
+
+
+class Step(torch.autograd.Function):
+    """A spike that is not a `Surrogate`."""
+
+    @staticmethod
+    def forward(ctx, u):
+        return (u >= 0).to(u.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class OwnSpike(sf.Neuron):
+    """Spikes by a function of its own, and has no `detach_reset`."""
+
+    v = sf.State()
+
+    def step(self, x, v):
+        h = 0.9 * v + x
+        s = Step.apply(h - 1.0)
+        return s, (h - s,)
+
+
+@pytest.mark.parametrize(
+    ("neuron", "rule", "match"),
+    [
+        (sf.IntegerLIF(), "ottt", "IntegerLIF spikes without a surrogate"),
+        (sf.StochasticLIF(), "ottt", "StochasticLIF spikes without a surrogate"),
+        (OwnSpike(), "ottt", "OwnSpike spikes without a surrogate"),
+        (OwnSpike(), "e-prop", "OwnSpike spikes and has no attribute detach_reset"),
+        (TwoStates(), "e-prop", "TwoStates spikes and has no attribute detach_reset"),
+        (sf.IntegerLIF(), "e-prop", None),
+        (sf.StochasticLIF(), "e-prop", None),
+        (OwnSpike(), "d-rtrl", None),
+        (sf.LI(0.9), "ottt", None),
+        (sf.LI(0.9), "e-prop", None),
+    ],
+)
+def test_neurons_that_a_rule_cannot_change(neuron, rule, match):
+    learner = sf.Online(sf.Temporal(nn.Sequential(nn.Linear(6, 8), neuron)), rule)
+    x = torch.zeros(3, 2, 6)  # outputs of `LI` are whole here, too
+    learner.net.net[0].bias.data.zero_()
+    if match is None:
+        assert learner(x, impl="reference").requires_grad
+    else:
+        with pytest.raises(ValueError, match=match):
+            learner(x, impl="reference")
