@@ -92,8 +92,21 @@ class Learning(Observer):
     def scan(
         self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
     ) -> Results[Tensor]:
-        """Run a scan with the derivatives of the rule."""
+        """Run a scan with the derivatives of the rule.
+
+        Raises:
+            ValueError: an observer around this one would hand out what is cut.
+        """
         assert isinstance(neuron, Neuron)
+        outer = self.outer
+        while outer is not None and self.rule != "sltt":
+            if outer.keeps_graph:
+                raise ValueError(
+                    f"spikefuse.record with grad=True would lose gradients by rule '{self.rule}', "
+                    "which cuts the graph at each neuron: use rule='bptt' or 'sltt', or let the "
+                    "network return what the loss needs"
+                )
+            outer = outer.outer
         return super().scan(neuron, partial(self._scan, neuron, scan), arguments, wanted)
 
     def _scan(

@@ -250,3 +250,22 @@ def test_neurons_that_a_rule_cannot_change(neuron, rule, match):
     else:
         with pytest.raises(ValueError, match=match):
             learner(x, impl="reference")
+
+
+def test_losses_on_recorded_tensors():
+    net = sf.Temporal(nn.Sequential(nn.Linear(6, 8), sf.LIF(0.9), nn.Linear(8, 2)))
+    x = torch.rand(3, 2, 6)
+    for rule in ("ottt", "e-prop", "d-rtrl"):
+        with (
+            sf.record(net, grad=True),
+            pytest.raises(ValueError, match=f"lose gradients by rule '{rule}'.*'bptt' or 'sltt'"),
+        ):
+            sf.Online(net, rule)(x, impl="reference")
+        with sf.record(net):
+            sf.Online(net, rule)(x, impl="reference")
+    for rule in ("bptt", "sltt"):
+        with sf.record(net, grad=True) as record:
+            sf.Online(net, rule)(x, impl="reference")
+        net.zero_grad()
+        record["net.1"]["spikes"].sum().backward()
+        assert net.net[0].weight.grad.any()
