@@ -180,7 +180,7 @@ class Learning(Observer):
         twins = [x.detach().requires_grad_(y) for x, y in zip(inputs, below, strict=True)]
         first = tuple(leaves[num:]) or None
         results = scan_neuron(definition, Arguments([*leaves[:num], *twins], first), wanted)
-        traces = (self.traces or {}).get(name) or [[] for _ in sources]
+        traces = self._traces_before(name, len(sources))
         pairs = [*zip(sources, traces, strict=True)]
         if self.layers is not None and wanted.final:
             derivatives = differentiate(results.finals, leaves)
@@ -188,6 +188,16 @@ class Learning(Observer):
         outputs = [*map(self._hide, results.outputs)]
         self.cuts.append(Cut(received, leaves, twins, [*results.outputs], outputs, pairs))
         return results._replace(outputs=outputs)
+
+    def _traces_before(self, name: str, number: int) -> list[Trace]:
+        """The traces of the sources of a neuron, which are empty at rest."""
+        found = (self.traces or {}).get(name)
+        if found is not None and len(found) != number:
+            raise ValueError(
+                f"state has traces for {len(found)} parameters of neuron '{name}', which now learns"
+                f" {number}: start from state=None after parameters are frozen or learn again"
+            )
+        return [[] for _ in range(number)] if found is None else found
 
     def _updated(
         self,

@@ -28,10 +28,12 @@ class OnlineState(NamedTuple):
     Attributes:
         states: of the neurons, in the form of `Temporal`.
         traces: the eligibility traces by neuron, for each source of parameters and each state.
+        rule: of the `Online`.
     """
 
     states: dict[str, States]
     traces: dict[str, list[Trace]]
+    rule: str
 
 
 class Online(nn.Module):
@@ -145,7 +147,12 @@ class Online(nn.Module):
     ) -> Any:
         if not isinstance(state, OnlineState | None):
             raise TypeError(f"state is a {type(state).__name__}: expected what Online returned")
-        states, traces = (None, {}) if state is None else state
+        if state is not None and state.rule != self.rule:
+            raise ValueError(
+                f"state is of rule '{state.rule}', but this Online learns by '{self.rule}': start "
+                "from state=None, or use one rule for all parts of a sequence"
+            )
+        states, traces = (None, {}) if state is None else (state.states, state.traces)
         options = {"state": states, "return_state": return_state, "impl": impl}
         has_traces = self.rule not in ("bptt", "sltt") and (return_state or state is not None)
         with self._broadcast():
@@ -159,7 +166,7 @@ class Online(nn.Module):
             return found
         y, states = found
         detached = {name: tuple(s.detach() for s in own) for name, own in states.items()}
-        return y, OnlineState(detached, traces)
+        return y, OnlineState(detached, traces, self.rule)
 
     def _learn(self, learning: Learning, inputs: Any, kwargs: Any, options: dict[str, Any]) -> Any:
         args, kwargs = map_tensors(learning.leaf, (inputs, kwargs))

@@ -180,6 +180,23 @@ def test_drtrl(steps):
     assert_equal(learned(net, "d-rtrl", steps), drtrl(net))
 
 
+def test_states_of_another_rule_or_of_other_parameters():
+    net = network(sf.LIF(sf.LearnableFraction(DECAY), THRESHOLD))
+    learner, (x, _) = sf.Online(net, "d-rtrl"), sequence()
+    options = {"return_state": True, "impl": "reference"}
+    _, state = learner(x, **options)
+    with pytest.raises(ValueError, match=r"state is of rule 'd-rtrl', but .* learns by 'ottt'"):
+        sf.Online(net, "ottt")(x, state=state, **options)
+    decay = next(net.net[1].parameters()).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"traces for 2 parameters of neuron 'net.1', .* learns 1"):
+        learner(x, state=state, **options)
+    net.net[0].weight.requires_grad_(False)
+    _, state = learner(x, **options)
+    decay.requires_grad_()
+    with pytest.raises(ValueError, match=r"traces for 1 parameters of neuron 'net.1', .* learns 2"):
+        learner(x, state=state, **options)
+
+
 def test_drtrl_of_one_layer_is_backpropagation():
     net = network(sf.ALIF(DECAY, sf.LearnablePositive(THRESHOLD), surrogate=SURROGATE))
     expected = learned(net, "bptt")
