@@ -154,7 +154,13 @@ class Online(nn.Module):
             )
         states, traces = (None, {}) if state is None else (state.states, state.traces)
         options = {"state": states, "return_state": return_state, "impl": impl}
-        has_traces = self.rule not in ("bptt", "sltt") and (return_state or state is not None)
+        in_parts = return_state or (state is not None and torch.is_grad_enabled())
+        has_traces = in_parts and self.rule not in ("bptt", "sltt")
+        if has_traces and torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"rule '{self.rule}' differentiates neurons for the traces that return_state=True "
+                "returns, which torch.inference_mode() prevents: use torch.no_grad()"
+            )
         with self._broadcast():
             if self.rule == "bptt" or not (torch.is_grad_enabled() or has_traces):
                 found = self.net(*inputs, **options, **kwargs)

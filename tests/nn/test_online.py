@@ -197,6 +197,19 @@ def test_states_of_another_rule_or_of_other_parameters():
         learner(x, state=state, **options)
 
 
+def test_inference_mode():
+    net, (x, _) = network(lif()), sequence()
+    learner, options = sf.Online(net, "ottt"), {"impl": "reference"}
+    with torch.no_grad():
+        y, state = learner(x, return_state=True, **options)
+        after = learner(x, state=state, **options)
+    with torch.inference_mode():
+        with pytest.raises(ValueError, match=r"inference_mode\(\) prevents: use torch.no_grad\(\)"):
+            learner(x, return_state=True, **options)
+        assert torch.equal(learner(x, **options), y)
+        assert torch.equal(learner(x, state=state, **options), after)
+
+
 def test_drtrl_of_one_layer_is_backpropagation():
     net = network(sf.ALIF(DECAY, sf.LearnablePositive(THRESHOLD), surrogate=SURROGATE))
     expected = learned(net, "bptt")
