@@ -269,3 +269,39 @@ def test_losses_on_recorded_tensors():
         net.zero_grad()
         record["net.1"]["spikes"].sum().backward()
         assert net.net[0].weight.grad.any()
+
+
+class Standardized(nn.Conv1d):
+    """Normalizes its weight in the call."""
+
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight - weight.mean(), bias)
+
+
+class Initialized(nn.Conv1d):
+    """Changes only its first weight."""
+
+    def reset_parameters(self):
+        nn.init.ones_(self.weight)
+
+
+@pytest.mark.parametrize(
+    ("layer", "hook", "is_source"),
+    [
+        (nn.Linear(6, 4), lambda module, args, y: 2 * y, False),
+        (nn.Linear(6, 4), lambda module, args, y: y.mul_(2), False),
+        (nn.Linear(6, 4), lambda module, args, y: None, True),
+        (Standardized(2, 4, 3), None, False),
+        (Initialized(2, 4, 3, bias=False), None, True),
+    ],
+)
+def test_layers_that_compute_something_else_have_no_traces(layer, hook, is_source):
+    shape = nn.Identity() if isinstance(layer, nn.Linear) else nn.Unflatten(1, (2, 3))
+    learner = sf.Online(sf.Temporal(nn.Sequential(shape, layer, sf.LIF(0.9))), "ottt")
+    if hook is not None:
+        layer.register_forward_hook(hook)
+    if is_source:
+        learner(torch.rand(3, 2, 6), return_state=True, impl="reference")
+    else:
+        with pytest.raises(ValueError, match=r"net.1.weight, net.1.bias reach neuron 'net.2'"):
+            learner(torch.rand(3, 2, 6), return_state=True, impl="reference")
