@@ -58,6 +58,7 @@ class Learning(Observer):
     Attributes:
         traces: by neuron, before the call; None for a whole sequence, which needs none.
         traces_after: the same after the call.
+        matrix: that learns in place of the weight of the last linear layer, if any.
         cuts: in the order of the call; backward drops them.
         roots: the outputs of the network with their pieces of the graph.
         hidden: inputs of the network and outputs of neurons, without a graph, by id.
@@ -66,8 +67,14 @@ class Learning(Observer):
         layers: finds the sources of traces in a `with` block; None for a whole sequence.
     """
 
-    def __init__(self, net: nn.Module, rule: str, traces: dict[str, list[Trace]] | None) -> None:
-        self.net, self.rule, self.traces = net, rule, traces
+    def __init__(
+        self,
+        net: nn.Module,
+        rule: str,
+        traces: dict[str, list[Trace]] | None,
+        matrix: Tensor | None = None,
+    ) -> None:
+        self.net, self.rule, self.traces, self.matrix = net, rule, traces, matrix
         self.traces_after: dict[str, list[Trace]] = {}
         self.cuts: list[Cut] = []
         self.roots: list[Tensor] = []
@@ -227,6 +234,12 @@ class Learning(Observer):
         known |= {id(p) for s in sources if s.convolution for p in s.convolution.parameters()}
         parameters, _ = self._split(_leaves_of(tensors))
         unknown = {id(p) for p in parameters} - known
+        if self.matrix is not None and id(self.matrix) in unknown:
+            raise ValueError(
+                f"neuron '{name}' is behind the last nn.Linear, whose matrix of "
+                "feedback='adaptive' has no traces in parts of a sequence: use feedback='random', "
+                "or pass the whole sequence without state= and return_state=True"
+            )
         if unknown:
             names = [label for label, p in self.net.named_parameters() if id(p) in unknown]
             raise ValueError(

@@ -85,7 +85,8 @@ class Online(nn.Module):
         rule: see above.
         feedback: how the error of the last `nn.Linear` reaches the layers below: "symmetric", by
             its weight; "random", by a fixed random matrix; "adaptive", by a matrix that receives
-            the gradient of the weight, and so approaches it if the optimizer has weight decay.
+            the gradient of the weight, and so approaches it if the optimizer has weight decay. The
+            layer must be the last one of its kind to run.
 
     Call: as of `Temporal`.
 
@@ -96,9 +97,11 @@ class Online(nn.Module):
     Raises:
         TypeError, ValueError: an argument is not as described; the network has a layer that sees
             all time steps, an `EventLinear` or a `Block`, or a neuron that the rule cannot change,
-            see above; in parts, parameters reach a neuron
-            through other layers than one linear layer or convolution, or a rule has one trace per
-            synapse of a convolution.
+            see above; `spikefuse.record` with `grad=True` is around a call by a rule other than
+            "bptt" and "sltt"; the state is of another rule, or of other learned parameters; with
+            `feedback`, the last `nn.Linear` is not the last one to run; in parts, parameters reach
+            a neuron through other layers than one linear layer or convolution, a rule has one trace
+            per synapse of a convolution, or a rule with traces runs in `torch.inference_mode()`.
 
     Sources: Meng et al., "Towards Memory- and Time-Efficient Backpropagation for Training Spiking
     Neural Networks", ICCV 2023 ("sltt"); Xiao et al., "Online Training Through Time for Spiking
@@ -165,7 +168,8 @@ class Online(nn.Module):
             if self.rule == "bptt" or not (torch.is_grad_enabled() or has_traces):
                 found = self.net(*inputs, **options, **kwargs)
             else:
-                learning = Learning(self.net, self.rule, traces if has_traces else None)
+                matrix = self.matrix if self.feedback == "adaptive" else None
+                learning = Learning(self.net, self.rule, traces if has_traces else None, matrix)
                 found = call_untraced(self._learn, learning, inputs, kwargs, options)
                 traces = learning.traces_after
         if not return_state:
@@ -195,6 +199,7 @@ class Online(nn.Module):
             yield
             return
         inputs: list[Tensor] = []
+        ran: list[Any] = []
 
         def before(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             inputs.append(args[0])
@@ -204,8 +209,20 @@ class Online(nn.Module):
             return _Broadcast.apply(inputs.pop(), y, self.matrix)
 
         readout = _last_linear(self.net)
-        with readout.register_forward_pre_hook(before), readout.register_forward_hook(after):
+        linear = {m: n for n, m in self.net.named_modules() if isinstance(m, nn.Linear)}
+        with contextlib.ExitStack() as hooks:
+            hooks.enter_context(readout.register_forward_pre_hook(before))
+            hooks.enter_context(readout.register_forward_hook(after))
+            for layer in linear:
+                hooks.enter_context(layer.register_forward_hook(lambda m, *_: ran.append(m)))
             yield
+        if ran[-1:] != [readout]:
+            found = f"'{linear[ran[-1]]}' was the last one to run" if ran else "none ran"
+            raise ValueError(
+                f"feedback='{self.feedback}' replaces the weight of '{linear[readout]}', the last "
+                f"nn.Linear of the network, but {found}: register the layers in the order in which "
+                "they run, or use feedback='symmetric'"
+            )
 
 
 class _Broadcast(torch.autograd.Function):

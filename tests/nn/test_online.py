@@ -210,6 +210,44 @@ def test_inference_mode():
         assert torch.equal(learner(x, state=state, **options), after)
 
 
+class Order(nn.Module):
+    """Linear layers that run in another order than that of their registration."""
+
+    def __init__(self, order: tuple[str, ...]) -> None:
+        super().__init__()
+        self.first, self.neuron = nn.Linear(WIDTHS[0], WIDTHS[0]), sf.LIF()
+        self.out, self.other = (nn.Linear(WIDTHS[0], WIDTHS[0]) for _ in range(2))
+        self.order = order
+
+    def forward(self, x):
+        for name in self.order:
+            x = getattr(self, name)(x)
+        return x
+
+
+@pytest.mark.parametrize("feedback", ["random", "adaptive"])
+def test_feedback_needs_the_last_layer(feedback):
+    def learn(*order: str, **options: object) -> None:
+        net = sf.Temporal(Order(order)).double()
+        learner = sf.Online(net, "e-prop", feedback).double()
+        learner(sequence()[0], impl="reference", **options)
+
+    learn("first", "neuron", "out", "other")
+    for order, found in (
+        (("first", "neuron", "out"), "'net.out' was the last"),
+        (("first", "neuron", "other", "out"), "'net.out' was the last"),
+        (("neuron",), "none ran"),
+    ):
+        with pytest.raises(ValueError, match=rf"the weight of 'net.other', .* but {found}"):
+            learn(*order)
+    learn("other", "neuron")
+    if feedback == "random":
+        learn("other", "neuron", return_state=True)
+    else:
+        with pytest.raises(ValueError, match=r"neuron 'net.neuron' is behind the last nn.Linear"):
+            learn("other", "neuron", return_state=True)
+
+
 def test_drtrl_of_one_layer_is_backpropagation():
     net = network(sf.ALIF(DECAY, sf.LearnablePositive(THRESHOLD), surrogate=SURROGATE))
     expected = learned(net, "bptt")
