@@ -170,7 +170,7 @@ class _RecordObserver(ModuleObserver):
         self, net: nn.Module, neurons: Names, states: Names, layers: Names, grad: bool
     ) -> None:
         super().__init__(net)
-        self.record, self.grad = Record(), grad
+        self.record, self.grad, self.keeps_graph = Record(), grad, grad
         self.states = (states,) if isinstance(states, str) else tuple(states)
         known = {name: m for m, name in self.names.items() if isinstance(m, Neuron)}
         others = {name: m for m, name in self.names.items() if not isinstance(m, Neuron)}

@@ -9,6 +9,7 @@ earlier steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import isfunction
 from typing import Any, NamedTuple
 
 import torch
@@ -135,8 +136,10 @@ class Layers:
 
     def __enter__(self) -> None:
         for module in self.net.modules():
-            if type(module).forward is nn.Linear.forward or isinstance(module, CONVOLUTIONS):
-                self._handles.append(module.register_forward_hook(self._add))
+            if _is_source(module):
+                # Before hooks that change the output, which is then not that of the layer.
+                handle = module.register_forward_hook(self._add, prepend=True)
+                self._handles.append(handle)
 
     def __exit__(self, *error: Any) -> None:
         for handle in self._handles:
@@ -158,6 +161,18 @@ class Layers:
             if in_order or (x.shape, x.stride()) == (y.shape, y.stride()):
                 return _sources(place, y, module, values.unflatten(0, (len(x), -1)))
         return []
+
+
+def _is_source(module: nn.Module) -> bool:
+    """Whether a module computes what PyTorch's linear layer or convolution does."""
+    kind = type(module)
+    if kind.forward is nn.Linear.forward:
+        return True
+    for base in CONVOLUTIONS:
+        if isinstance(module, base):
+            own = {n: f for n, f in vars(base).items() if isfunction(f) and not n.startswith("__")}
+            return all(getattr(kind, name) is f for name, f in own.items())
+    return False
 
 
 def _sources(place: int, x: Tensor, module: Any, values: Tensor) -> list[Source]:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from spikefuse import reference
 from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, channel_view
 from spikefuse.neurons.online import INPUT, OnlineNeuron, online_neuron, with_gradient_of
 from spikefuse.neurons.per_step import with_inputs
+from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.nn.call import Observer, Scan, active
 from spikefuse.nn.eligibility import Layers, Source, Trace, constant, differentiate
 from spikefuse.nn.feedback import Feedback
@@ -56,6 +58,7 @@ class Learning(Observer):
     Attributes:
         traces: by neuron, before the call; None for a whole sequence, which needs none.
         traces_after: the same after the call.
+        matrix: that learns in place of the weight of the last linear layer, if any.
         cuts: in the order of the call; backward drops them.
         roots: the outputs of the network with their pieces of the graph.
         hidden: inputs of the network and outputs of neurons, without a graph, by id.
@@ -64,8 +67,14 @@ class Learning(Observer):
         layers: finds the sources of traces in a `with` block; None for a whole sequence.
     """
 
-    def __init__(self, net: nn.Module, rule: str, traces: dict[str, list[Trace]] | None) -> None:
-        self.net, self.rule, self.traces = net, rule, traces
+    def __init__(
+        self,
+        net: nn.Module,
+        rule: str,
+        traces: dict[str, list[Trace]] | None,
+        matrix: Tensor | None = None,
+    ) -> None:
+        self.net, self.rule, self.traces, self.matrix = net, rule, traces, matrix
         self.traces_after: dict[str, list[Trace]] = {}
         self.cuts: list[Cut] = []
         self.roots: list[Tensor] = []
@@ -90,13 +99,27 @@ class Learning(Observer):
     def scan(
         self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
     ) -> Results[Tensor]:
-        """Run a scan with the derivatives of the rule."""
+        """Run a scan with the derivatives of the rule.
+
+        Raises:
+            ValueError: an observer around this one would hand out what is cut.
+        """
         assert isinstance(neuron, Neuron)
+        outer = self.outer
+        while outer is not None and self.rule != "sltt":
+            if outer.keeps_graph:
+                raise ValueError(
+                    f"spikefuse.record with grad=True would lose gradients by rule '{self.rule}', "
+                    "which cuts the graph at each neuron: use rule='bptt' or 'sltt', or let the "
+                    "network return what the loss needs"
+                )
+            outer = outer.outer
         return super().scan(neuron, partial(self._scan, neuron, scan), arguments, wanted)
 
     def _scan(
         self, neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
     ) -> Results[Tensor]:
+        _refuse_spikes(neuron, self.rule, arguments.inputs)
         layer, end = getattr(scan, "__self__", None), None
         sources: list[Source] = []
         if self.layers is not None:
@@ -164,7 +187,7 @@ class Learning(Observer):
         twins = [x.detach().requires_grad_(y) for x, y in zip(inputs, below, strict=True)]
         first = tuple(leaves[num:]) or None
         results = scan_neuron(definition, Arguments([*leaves[:num], *twins], first), wanted)
-        traces = (self.traces or {}).get(name) or [[] for _ in sources]
+        traces = self._traces_before(name, len(sources))
         pairs = [*zip(sources, traces, strict=True)]
         if self.layers is not None and wanted.final:
             derivatives = differentiate(results.finals, leaves)
@@ -172,6 +195,16 @@ class Learning(Observer):
         outputs = [*map(self._hide, results.outputs)]
         self.cuts.append(Cut(received, leaves, twins, [*results.outputs], outputs, pairs))
         return results._replace(outputs=outputs)
+
+    def _traces_before(self, name: str, number: int) -> list[Trace]:
+        """The traces of the sources of a neuron, which are empty at rest."""
+        found = (self.traces or {}).get(name)
+        if found is not None and len(found) != number:
+            raise ValueError(
+                f"state has traces for {len(found)} parameters of neuron '{name}', which now learns"
+                f" {number}: start from state=None after parameters are frozen or learn again"
+            )
+        return [[] for _ in range(number)] if found is None else found
 
     def _updated(
         self,
@@ -201,6 +234,12 @@ class Learning(Observer):
         known |= {id(p) for s in sources if s.convolution for p in s.convolution.parameters()}
         parameters, _ = self._split(_leaves_of(tensors))
         unknown = {id(p) for p in parameters} - known
+        if self.matrix is not None and id(self.matrix) in unknown:
+            raise ValueError(
+                f"neuron '{name}' is behind the last nn.Linear, whose matrix of "
+                "feedback='adaptive' has no traces in parts of a sequence: use feedback='random', "
+                "or pass the whole sequence without state= and return_state=True"
+            )
         if unknown:
             names = [label for label, p in self.net.named_parameters() if id(p) in unknown]
             raise ValueError(
@@ -290,6 +329,40 @@ class _Join(torch.autograd.Function):
         if learning is None:
             raise RuntimeError("Online frees its graph in the first backward pass: call it again")
         return None, *learning.backward(grads)
+
+
+def _refuse_spikes(neuron: Neuron, rule: str, inputs: Sequence[Tensor]) -> None:
+    """Raise a ValueError for a neuron whose spikes, or whose reset, the rule would still follow."""
+    cache, key = neuron.description().cache, ("online", rule, "is known")
+    if key in cache or rule not in ("ottt", "e-prop"):
+        return
+    modules = [*neuron.modules()]
+    has_surrogate = any(isinstance(module, Surrogate) for module in modules)
+    kind = f"{type(neuron).__name__} spikes"
+    if rule == "ottt" and not has_surrogate and _is_discrete(neuron, inputs):
+        raise ValueError(
+            f"{kind} without a surrogate of spikefuse.surrogate, which rule 'ottt' looks for to "
+            "leave out what spikes change in the states: spike by one, such as Custom, or use "
+            "rule='e-prop' or 'd-rtrl'"
+        )
+    can_detach = any(hasattr(module, "detach_reset") for module in modules)
+    if rule == "e-prop" and not can_detach and (has_surrogate or _is_discrete(neuron, inputs)):
+        raise ValueError(
+            f"{kind} and has no attribute detach_reset, by which rule 'e-prop' leaves out the "
+            "reset: give it one, True or False, that its step follows, or use rule='d-rtrl', which "
+            "is the same without a reset"
+        )
+    cache[key] = True
+
+
+def _is_discrete(neuron: Neuron, inputs: Sequence[Tensor]) -> bool:
+    """Whether an output has only whole values, for inputs that have others."""
+    like = inputs[0][:, :1]
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    x = torch.linspace(4.1, -3.7, like.numel(), dtype=dtype, device=like.device).view(like.shape)
+    with torch.no_grad():
+        outputs, _ = reference.scan(neuron, (x,) * len(inputs))
+    return any(y.numel() > 0 and bool((y == y.round()).all()) for y in outputs)
 
 
 def _with_parameters(

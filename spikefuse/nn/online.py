@@ -28,10 +28,12 @@ class OnlineState(NamedTuple):
     Attributes:
         states: of the neurons, in the form of `Temporal`.
         traces: the eligibility traces by neuron, for each source of parameters and each state.
+        rule: of the `Online`.
     """
 
     states: dict[str, States]
     traces: dict[str, list[Trace]]
+    rule: str
 
 
 class Online(nn.Module):
@@ -52,6 +54,10 @@ class Online(nn.Module):
     - `"ottt"`: as if no neuron had spiked, so that only the leak remains.
     - `"sltt"`: 0. Only the present time step counts.
     - `"bptt"`: ordinary backpropagation within each call, so truncated between calls.
+
+    Of a neuron of your own, "ottt" leaves out the spikes that a `Surrogate` among its attributes
+    emits, and "e-prop" the reset that its `step` detaches if its attribute `detach_reset` is True.
+    Neurons that spike in another way are refused.
 
     All but "bptt" drop what passes through recurrent weights from one step to the next, and
     through the states of one layer to the parameters of another.
@@ -79,7 +85,8 @@ class Online(nn.Module):
         rule: see above.
         feedback: how the error of the last `nn.Linear` reaches the layers below: "symmetric", by
             its weight; "random", by a fixed random matrix; "adaptive", by a matrix that receives
-            the gradient of the weight, and so approaches it if the optimizer has weight decay.
+            the gradient of the weight, and so approaches it if the optimizer has weight decay. The
+            layer must be the last one of its kind to run.
 
     Call: as of `Temporal`.
 
@@ -89,9 +96,12 @@ class Online(nn.Module):
 
     Raises:
         TypeError, ValueError: an argument is not as described; the network has a layer that sees
-            all time steps, an `EventLinear` or a `Block`; in parts, parameters reach a neuron
-            through other layers than one linear layer or convolution, or a rule has one trace per
-            synapse of a convolution.
+            all time steps, an `EventLinear` or a `Block`, or a neuron that the rule cannot change,
+            see above; `spikefuse.record` with `grad=True` is around a call by a rule other than
+            "bptt" and "sltt"; the state is of another rule, or of other learned parameters; with
+            `feedback`, the last `nn.Linear` is not the last one to run; in parts, parameters reach
+            a neuron through other layers than one linear layer or convolution, a rule has one trace
+            per synapse of a convolution, or a rule with traces runs in `torch.inference_mode()`.
 
     Sources: Meng et al., "Towards Memory- and Time-Efficient Backpropagation for Training Spiking
     Neural Networks", ICCV 2023 ("sltt"); Xiao et al., "Online Training Through Time for Spiking
@@ -140,21 +150,33 @@ class Online(nn.Module):
     ) -> Any:
         if not isinstance(state, OnlineState | None):
             raise TypeError(f"state is a {type(state).__name__}: expected what Online returned")
-        states, traces = (None, {}) if state is None else state
+        if state is not None and state.rule != self.rule:
+            raise ValueError(
+                f"state is of rule '{state.rule}', but this Online learns by '{self.rule}': start "
+                "from state=None, or use one rule for all parts of a sequence"
+            )
+        states, traces = (None, {}) if state is None else (state.states, state.traces)
         options = {"state": states, "return_state": return_state, "impl": impl}
-        has_traces = self.rule not in ("bptt", "sltt") and (return_state or state is not None)
+        in_parts = return_state or (state is not None and torch.is_grad_enabled())
+        has_traces = in_parts and self.rule not in ("bptt", "sltt")
+        if has_traces and torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"rule '{self.rule}' differentiates neurons for the traces that return_state=True "
+                "returns, which torch.inference_mode() prevents: use torch.no_grad()"
+            )
         with self._broadcast():
             if self.rule == "bptt" or not (torch.is_grad_enabled() or has_traces):
                 found = self.net(*inputs, **options, **kwargs)
             else:
-                learning = Learning(self.net, self.rule, traces if has_traces else None)
+                matrix = self.matrix if self.feedback == "adaptive" else None
+                learning = Learning(self.net, self.rule, traces if has_traces else None, matrix)
                 found = call_untraced(self._learn, learning, inputs, kwargs, options)
                 traces = learning.traces_after
         if not return_state:
             return found
         y, states = found
         detached = {name: tuple(s.detach() for s in own) for name, own in states.items()}
-        return y, OnlineState(detached, traces)
+        return y, OnlineState(detached, traces, self.rule)
 
     def _learn(self, learning: Learning, inputs: Any, kwargs: Any, options: dict[str, Any]) -> Any:
         args, kwargs = map_tensors(learning.leaf, (inputs, kwargs))
@@ -177,6 +199,7 @@ class Online(nn.Module):
             yield
             return
         inputs: list[Tensor] = []
+        ran: list[Any] = []
 
         def before(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             inputs.append(args[0])
@@ -186,8 +209,20 @@ class Online(nn.Module):
             return _Broadcast.apply(inputs.pop(), y, self.matrix)
 
         readout = _last_linear(self.net)
-        with readout.register_forward_pre_hook(before), readout.register_forward_hook(after):
+        linear = {m: n for n, m in self.net.named_modules() if isinstance(m, nn.Linear)}
+        with contextlib.ExitStack() as hooks:
+            hooks.enter_context(readout.register_forward_pre_hook(before))
+            hooks.enter_context(readout.register_forward_hook(after))
+            for layer in linear:
+                hooks.enter_context(layer.register_forward_hook(lambda m, *_: ran.append(m)))
             yield
+        if ran[-1:] != [readout]:
+            found = f"'{linear[ran[-1]]}' was the last one to run" if ran else "none ran"
+            raise ValueError(
+                f"feedback='{self.feedback}' replaces the weight of '{linear[readout]}', the last "
+                f"nn.Linear of the network, but {found}: register the layers in the order in which "
+                "they run, or use feedback='symmetric'"
+            )
 
 
 class _Broadcast(torch.autograd.Function):

@@ -201,3 +201,107 @@ def test_refusals():
     y.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="frees its graph"):
         y.sum().backward()
+
+
+class Step(torch.autograd.Function):
+    """A spike that is not a `Surrogate`."""
+
+    @staticmethod
+    def forward(ctx, u):
+        return (u >= 0).to(u.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class OwnSpike(sf.Neuron):
+    """Spikes by a function of its own, and has no `detach_reset`."""
+
+    v = sf.State()
+
+    def step(self, x, v):
+        h = 0.9 * v + x
+        s = Step.apply(h - 1.0)
+        return s, (h - s,)
+
+
+@pytest.mark.parametrize(
+    ("neuron", "rule", "match"),
+    [
+        (sf.IntegerLIF(), "ottt", "IntegerLIF spikes without a surrogate"),
+        (sf.StochasticLIF(), "ottt", "StochasticLIF spikes without a surrogate"),
+        (OwnSpike(), "ottt", "OwnSpike spikes without a surrogate"),
+        (OwnSpike(), "e-prop", "OwnSpike spikes and has no attribute detach_reset"),
+        (TwoStates(), "e-prop", "TwoStates spikes and has no attribute detach_reset"),
+        (sf.IntegerLIF(), "e-prop", None),
+        (sf.StochasticLIF(), "e-prop", None),
+        (OwnSpike(), "d-rtrl", None),
+        (sf.LI(0.9), "ottt", None),
+        (sf.LI(0.9), "e-prop", None),
+    ],
+)
+def test_neurons_that_a_rule_cannot_change(neuron, rule, match):
+    learner = sf.Online(sf.Temporal(nn.Sequential(nn.Linear(6, 8), neuron)), rule)
+    x = torch.zeros(3, 2, 6)  # outputs of `LI` are whole here, too
+    learner.net.net[0].bias.data.zero_()
+    if match is None:
+        assert learner(x, impl="reference").requires_grad
+    else:
+        with pytest.raises(ValueError, match=match):
+            learner(x, impl="reference")
+
+
+def test_losses_on_recorded_tensors():
+    net = sf.Temporal(nn.Sequential(nn.Linear(6, 8), sf.LIF(0.9), nn.Linear(8, 2)))
+    x = torch.rand(3, 2, 6)
+    for rule in ("ottt", "e-prop", "d-rtrl"):
+        with (
+            sf.record(net, grad=True),
+            pytest.raises(ValueError, match=f"lose gradients by rule '{rule}'.*'bptt' or 'sltt'"),
+        ):
+            sf.Online(net, rule)(x, impl="reference")
+        with sf.record(net):
+            sf.Online(net, rule)(x, impl="reference")
+    for rule in ("bptt", "sltt"):
+        with sf.record(net, grad=True) as record:
+            sf.Online(net, rule)(x, impl="reference")
+        net.zero_grad()
+        record["net.1"]["spikes"].sum().backward()
+        assert net.net[0].weight.grad.any()
+
+
+class Standardized(nn.Conv1d):
+    """Normalizes its weight in the call."""
+
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight - weight.mean(), bias)
+
+
+class Initialized(nn.Conv1d):
+    """Changes only its first weight."""
+
+    def reset_parameters(self):
+        nn.init.ones_(self.weight)
+
+
+@pytest.mark.parametrize(
+    ("layer", "hook", "is_source"),
+    [
+        (nn.Linear(6, 4), lambda module, args, y: 2 * y, False),
+        (nn.Linear(6, 4), lambda module, args, y: y.mul_(2), False),
+        (nn.Linear(6, 4), lambda module, args, y: None, True),
+        (Standardized(2, 4, 3), None, False),
+        (Initialized(2, 4, 3, bias=False), None, True),
+    ],
+)
+def test_layers_that_compute_something_else_have_no_traces(layer, hook, is_source):
+    shape = nn.Identity() if isinstance(layer, nn.Linear) else nn.Unflatten(1, (2, 3))
+    learner = sf.Online(sf.Temporal(nn.Sequential(shape, layer, sf.LIF(0.9))), "ottt")
+    if hook is not None:
+        layer.register_forward_hook(hook)
+    if is_source:
+        learner(torch.rand(3, 2, 6), return_state=True, impl="reference")
+    else:
+        with pytest.raises(ValueError, match=r"net.1.weight, net.1.bias reach neuron 'net.2'"):
+            learner(torch.rand(3, 2, 6), return_state=True, impl="reference")

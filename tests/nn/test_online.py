@@ -180,6 +180,74 @@ def test_drtrl(steps):
     assert_equal(learned(net, "d-rtrl", steps), drtrl(net))
 
 
+def test_states_of_another_rule_or_of_other_parameters():
+    net = network(sf.LIF(sf.LearnableFraction(DECAY), THRESHOLD))
+    learner, (x, _) = sf.Online(net, "d-rtrl"), sequence()
+    options = {"return_state": True, "impl": "reference"}
+    _, state = learner(x, **options)
+    with pytest.raises(ValueError, match=r"state is of rule 'd-rtrl', but .* learns by 'ottt'"):
+        sf.Online(net, "ottt")(x, state=state, **options)
+    decay = next(net.net[1].parameters()).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"traces for 2 parameters of neuron 'net.1', .* learns 1"):
+        learner(x, state=state, **options)
+    net.net[0].weight.requires_grad_(False)
+    _, state = learner(x, **options)
+    decay.requires_grad_()
+    with pytest.raises(ValueError, match=r"traces for 1 parameters of neuron 'net.1', .* learns 2"):
+        learner(x, state=state, **options)
+
+
+def test_inference_mode():
+    net, (x, _) = network(lif()), sequence()
+    learner, options = sf.Online(net, "ottt"), {"impl": "reference"}
+    with torch.no_grad():
+        y, state = learner(x, return_state=True, **options)
+        after = learner(x, state=state, **options)
+    with torch.inference_mode():
+        with pytest.raises(ValueError, match=r"inference_mode\(\) prevents: use torch.no_grad\(\)"):
+            learner(x, return_state=True, **options)
+        assert torch.equal(learner(x, **options), y)
+        assert torch.equal(learner(x, state=state, **options), after)
+
+
+class Order(nn.Module):
+    """Linear layers that run in another order than that of their registration."""
+
+    def __init__(self, order: tuple[str, ...]) -> None:
+        super().__init__()
+        self.first, self.neuron = nn.Linear(WIDTHS[0], WIDTHS[0]), sf.LIF()
+        self.out, self.other = (nn.Linear(WIDTHS[0], WIDTHS[0]) for _ in range(2))
+        self.order = order
+
+    def forward(self, x):
+        for name in self.order:
+            x = getattr(self, name)(x)
+        return x
+
+
+@pytest.mark.parametrize("feedback", ["random", "adaptive"])
+def test_feedback_needs_the_last_layer(feedback):
+    def learn(*order: str, **options: object) -> None:
+        net = sf.Temporal(Order(order)).double()
+        learner = sf.Online(net, "e-prop", feedback).double()
+        learner(sequence()[0], impl="reference", **options)
+
+    learn("first", "neuron", "out", "other")
+    for order, found in (
+        (("first", "neuron", "out"), "'net.out' was the last"),
+        (("first", "neuron", "other", "out"), "'net.out' was the last"),
+        (("neuron",), "none ran"),
+    ):
+        with pytest.raises(ValueError, match=rf"the weight of 'net.other', .* but {found}"):
+            learn(*order)
+    learn("other", "neuron")
+    if feedback == "random":
+        learn("other", "neuron", return_state=True)
+    else:
+        with pytest.raises(ValueError, match=r"neuron 'net.neuron' is behind the last nn.Linear"):
+            learn("other", "neuron", return_state=True)
+
+
 def test_drtrl_of_one_layer_is_backpropagation():
     net = network(sf.ALIF(DECAY, sf.LearnablePositive(THRESHOLD), surrogate=SURROGATE))
     expected = learned(net, "bptt")
