@@ -194,6 +194,8 @@ def _limit_memory(extra: int) -> None:
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * resource.getpagesize() + extra
+    if hard != resource.RLIM_INFINITY:  # such as that of ulimit -v
+        limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
