@@ -51,7 +51,7 @@ class Reader(AbstractContextManager["Reader"]):
             path: of the file.
 
         Raises:
-            OSError: the file can't be found.
+            OSError: the file can't be found, or no process can be started.
             ValueError: it is not a regular file, `read` raises an error, the library crashes, one
                 array takes more than `SECONDS`, or the content is more than 256 MiB and more than
                 `EXPANSION` times the file. The message doesn't name the file.
@@ -111,7 +111,14 @@ def _start() -> subprocess.Popen[bytes]:
     # -P: modules beside the program must not hide others of the same name.
     command = [sys.executable, "-P", __file__]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, pipesize=CHUNK)
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null)
+    assert process.stdout
+    # Faster, but only Linux has it, and users may have no more pages for pipes.
+    with suppress(ImportError, AttributeError, OSError):
+        import fcntl
+
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, CHUNK)
+    return process
 
 
 def _bytes(array: np.ndarray) -> memoryview:

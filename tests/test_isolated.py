@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import resource
@@ -96,6 +98,15 @@ def test_a_limit_of_the_user_stays(path: Path, monkeypatch: pytest.MonkeyPatch) 
         resource.prlimit(process._process.pid, resource.RLIMIT_AS, limits)
         (found,) = process.arrays(program, "h5py", path)
         assert tuple(found) == limits
+
+
+def test_a_user_without_pages_for_pipes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    (x,) = isolated.arrays(reader(path.parent, "yield file['x'][()]"), "h5py", path)
+    assert x.tolist() == [1, 2]
 
 
 def test_files_that_are_not_read(tmp_path: Path) -> None:

@@ -303,5 +303,7 @@ def read_isolated(
     check_regular(path)
     try:
         yield from isolated.arrays(Path(__file__).with_name(program), library, path, reader)
-    except (OSError, ValueError) as error:
+    except OSError as error:  # such as of starting the process
+        raise DataError(f"cannot read {path}: {error}") from error
+    except ValueError as error:
         raise damaged(path, str(error)) from error

@@ -8,6 +8,7 @@ import hashlib
 import http.server
 import os
 import pwd
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -131,3 +132,12 @@ def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # KeyError
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert files.user_cache() == tmp_path / f"cache-{os.getuid()}" / "spikefuse"
+
+
+def test_a_process_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is not to blame."""
+    pytest.importorskip("h5py")
+    (tmp_path / "a.h5").touch()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(DataError, match=r"cannot read .*a\.h5: .*No such file .*python"):
+        next(files.read_isolated(tmp_path / "a.h5", "event_columns.py", "h5py"))
