@@ -18,6 +18,7 @@ h5py = pytest.importorskip("h5py")
 READERS = {
     "raise OverflowError('a\\nb')": "OverflowError: a b",
     "os.abort()": "h5py crashes",
+    "os._exit(1)": "its process ended with status 1",
     "bytearray(1 << 30)": "MemoryError",
     "while True: pass": "an array takes more than 1 seconds",
     "yield from 300 * [np.zeros(1 << 13)]": "more than 16777216 bytes of content",
