@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import spikefuse as sf
-from spikefuse.data import DataError
+from spikefuse.data import DATASETS, DataError, Dataset, Series
 from spikefuse.train import ConfigError, TrainConfig, own, predict, recipe
 
 Spikefuse = Callable[..., int]
@@ -226,6 +226,19 @@ def test_what_users_code_returns_is_checked(
     assert error.startswith("spikefuse train: error: ")
     assert message in error
     assert not list(here.glob("runs/*"))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_of_series_are_finite(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    monkeypatch.setattr(own, "ROWS", 2)
+    waves = Dataset((1,), ("a", "b"), lambda *_: (), "series", {"num_steps": 4})
+    monkeypatch.setitem(DATASETS, "waves", waves)
+    config = TrainConfig(dataset="waves", model="mlp")
+    train, test = (Series(torch.ones(5, 4, 1), torch.arange(5) % 2) for _ in range(2))
+    own.check_examples(config, (train, test))
+    test.pixels[4, 3, 0] = value
+    with pytest.raises(DataError, match=r"read test values from .*: expected finite ones"):
+        own.check_examples(config, (train, test))
 
 
 def test_a_users_data_error_is_one_line(
