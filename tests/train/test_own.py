@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from PIL import Image
 import spikefuse as sf
 from spikefuse.data import DATASETS, DataError, Dataset, Series
 from spikefuse.train import ConfigError, TrainConfig, own, predict, recipe
+from spikefuse.train.batches import load_examples
 
 Spikefuse = Callable[..., int]
 CODE = Path(__file__).parent / "programs" / "my_code.py"
@@ -239,6 +241,23 @@ def test_values_of_series_are_finite(monkeypatch: pytest.MonkeyPatch, value: flo
     test.pixels[4, 3, 0] = value
     with pytest.raises(DataError, match=r"read test values from .*: expected finite ones"):
         own.check_examples(config, (train, test))
+
+
+def test_series_that_are_described_by_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def describe(directory: Path, **options: int) -> Dataset:
+        part = Series(torch.ones(5, options["num_steps"], 2), torch.ones(5, 1))
+        return Dataset((2,), ("speed",), lambda *_, **__: (part, part), "series", options)
+
+    options = {"num_steps": 4}
+    logs = Dataset((1,), (), lambda *_: (), "series", options, describe=describe)
+    monkeypatch.setitem(DATASETS, "logs", logs)
+    config = TrainConfig(dataset="logs", model="mlp", task="regression", num_steps=3)
+    config, parts = load_examples(config, ".", False)
+    own.check_examples(config, parts)
+    assert (config.classes, config.shape, config.num_steps) == (("speed",), (2,), 3)
+    assert TrainConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ConfigError, match="logs has one class: add another"):
+        replace(config, task="classification", criterion="cross-entropy")
 
 
 def test_a_users_data_error_is_one_line(
