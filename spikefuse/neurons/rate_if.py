@@ -26,7 +26,8 @@ class RateIF(Neuron):
 
     For an input with the mean `m` over T steps, the mean of `y` is `threshold` times
     clip(floor(T * m / threshold + 0.5) / T, 0, 1) if the input is constant. If it varies, negative
-    spikes undo those that came too early.
+    spikes undo those that came too early. Where they are "always" allowed, it is clipped to
+    [-1, 1].
 
     Shapes: `x`, `y`: `[T, B, ...]` (float32, bfloat16 or float16); states: `[B, ...]` (float32).
 

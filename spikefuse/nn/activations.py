@@ -50,7 +50,7 @@ METHODS: dict[str, type[nn.Module]] = {
 
 
 class QCFS(nn.Module):
-    """Quantized ReLU that a spiking neuron computes exactly in `levels` steps.
+    """Quantized ReLU, which a spiking neuron computes in `levels` steps of a constant input.
 
     Equation, with the learned `threshold`::
 

@@ -55,7 +55,7 @@ class Delay(_Delays):
         y[t] = (1 - (d - k)) x[t - k] + (d - k) x[t - k - 1]
 
     The input before the first step is 0. In evaluation mode, delays are rounded to integers, as
-    hardware has them: the layer is an exact delay line. `Temporal` and `Stream` carry the last
+    hardware has them, and get no gradients: the layer is an exact delay line. `Temporal` and `Stream` carry the last
     `max_delay` steps of the input as its state, `[B, max_delay, C, ...]`.
 
     Shapes: `x`, `y`: `[T, B, C, ...]` (inside `Temporal` `[T*B, C, ...]`), of any dtype of floating
@@ -113,7 +113,8 @@ class DelayedLinear(_Delays):
     `exp(-(k - d)^2 / (2 sigma^2))`, or `"triangular"`, to `max(0, 1 - |k - d| / (1 + sigma))`, the
     linear interpolation if sigma is 0. A wide bump gives a delay gradients from many steps. Make it
     narrower as training proceeds, `layer.sigma.fill_(...)`, the Gaussian down to about 0.5: in
-    evaluation mode, delays are rounded to integers, and each synapse is an exact delay line.
+    evaluation mode, delays are rounded to integers and get no gradients, and each synapse is an
+    exact delay line.
 
     It runs as one convolution over time. The input before the first step is 0. `Temporal` and
     `Stream` carry the last `max_delay` steps of the input as its state, `[B, max_delay,

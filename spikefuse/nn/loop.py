@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.neurons.definition import States
-from spikefuse.nn.call import TemporalCall
+from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.over_time import OnSequences
 from spikefuse.nn.temporal import layers_with_states
@@ -74,6 +74,9 @@ class Loop(OnSequences):
         check_module("body", body)
         if not shapes:
             raise ValueError("shapes is empty: pass the shape of each output of body, without B")
+        for shape in shapes:
+            if not isinstance(shape, Sequence):
+                raise TypeError(f"a shape is {shape!r}: expected a tuple, such as ({shape!r},)")
         self.body, self.shapes = body, tuple(map(tuple, shapes))
 
     @property
@@ -122,10 +125,14 @@ class Loop(OnSequences):
         if names is None:
             layers = layers_with_states(self.body)
             names = dict(zip(map(id, layers.values()), layers, strict=True))
-        batch, finals, steps = x.shape[1], dict[str, States](), []
+        batch, finals, steps, outer = x.shape[1], dict[str, States](), [], active.call
+        impl, policy = ("auto", None) if outer is None else (outer.impl, outer.policy)
         last = last or tuple(x.new_zeros(batch, *shape) for shape in self.shapes)
         for now in x.unbind(0):
-            call = TemporalCall(1, names, batch, initial={**states, **finals} or None, final=True)
+            initial = {**states, **finals} or None
+            call = TemporalCall(
+                1, names, batch, impl=impl, initial=initial, final=True, policy=policy
+            )
             with call:
                 found = self.body(now, *last)
             last = self._outputs(found, batch)

@@ -75,6 +75,7 @@ class STDPRule:
                 number(name, value, 0.0, 1.0)
 
 
+@torch.no_grad()
 def stdp(
     pre: Tensor,
     post: Tensor,
@@ -121,7 +122,8 @@ def stdp(
         `return_state` a pair of this and the state.
 
     Raises:
-        ValueError: shapes do not agree.
+        ValueError: shapes do not agree, or rewards begin or end between parts of a sequence: pass
+            zeros for steps without one.
     """
     if pre.ndim != 3 or post.ndim != 3 or pre.shape[:2] != post.shape[:2]:
         raise ValueError(
@@ -129,13 +131,19 @@ def stdp(
             "[T, B, N] and [T, B, M]"
         )
     before, after, eligibility = (None, None, None) if state is None else state
-    pairs, before, after = _factors(pre.float(), post.float(), rule, before, after)
-    if reward is None:
-        changes = tuple(_mean_product(left, right) for left, right in pairs)
-    else:
-        changes = _rewarded(pairs, reward, rule.eligibility_decay, eligibility)
-        if return_state:
-            eligibility = _eligibility(pairs, rule.eligibility_decay, eligibility)
+    if state is not None and (eligibility is None) != (reward is None):
+        raise ValueError(
+            "the steps before had a reward, and these have none, or the other way round: pass "
+            "zeros for steps without a reward"
+        )
+    with torch.autocast(pre.device.type, enabled=False):
+        pairs, before, after = _factors(pre.float(), post.float(), rule, before, after)
+        if reward is None:
+            changes = tuple(_mean_product(left, right) for left, right in pairs)
+        else:
+            changes = _rewarded(pairs, reward, rule.eligibility_decay, eligibility)
+            if return_state:
+                eligibility = _eligibility(pairs, rule.eligibility_decay, eligibility)
     return (changes, (before, after, eligibility)) if return_state else changes
 
 

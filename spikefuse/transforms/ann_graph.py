@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import copy
+import inspect
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from spikefuse.kernels.norm import BatchNorm
-from spikefuse.nn.activations import QCFS
+from spikefuse.nn.activations import FUNCTIONS, METHODS, QCFS
 from spikefuse.nn.over_time import OnSequences
 
 #: Names of functions and methods that are affine in all tensors that depend on the input, ...
@@ -108,8 +109,8 @@ class _Tracer(fx.Tracer):
 
 
 def traced(net: nn.Module, leaves: tuple[type[nn.Module], ...] = ()) -> fx.GraphModule:
-    """Return a copy of a network as a graph in evaluation mode, without changes in place, and with
-    batch norms folded.
+    """Return a network as a graph, whose operations change no tensors. Arguments of `forward` with
+    a default have that value.
 
     Args:
         leaves: layers that are not traced, besides those of torch.nn.
@@ -118,56 +119,85 @@ def traced(net: nn.Module, leaves: tuple[type[nn.Module], ...] = ()) -> fx.Graph
         ValueError: torch.fx cannot trace it.
     """
     tracer = _Tracer((*RELU_LAYERS, *leaves))
+    parameters = inspect.signature(net.forward).parameters.values()
+    fixed = {p.name: p.default for p in parameters if p.default is not p.empty}
     try:
-        graph = tracer.trace(copy.deepcopy(net).eval())
+        graph = tracer.trace(net, fixed)
     except Exception as error:
         raise ValueError(
             f"torch.fx cannot trace {type(net).__name__}: {error}. Code that decides by the values "
-            "of tensors belongs into a function marked by torch.fx.wrap"
+            "of tensors belongs in a function marked by torch.fx.wrap"
         ) from error
-    assert isinstance(tracer.root, nn.Module)
-    result = fx.GraphModule(tracer.root, graph)
+    _erase_arguments(graph)
+    result = fx.GraphModule(net, graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if _change_in_place_no_longer(result, node):
-            changed, at = node.args[0], order[node]
-            changed.replace_all_uses_with(node, lambda user, at=at: order[user] > at)
-    _fold_norms(result)
+    for node in [node for node in graph.nodes if _changes_first(result, node)]:
+        _return_new_tensor(result, node)
+        changed, at = node.args[0], order[node]
+        changed.replace_all_uses_with(node, lambda user, at=at: order[user] > at)
     result.recompile()
     return result
 
 
-def _change_in_place_no_longer(net: fx.GraphModule, node: fx.Node) -> bool:
-    """Let a node return a new tensor; return whether it changed its first argument before."""
+def _erase_arguments(graph: fx.Graph) -> None:
+    """Erase the inputs with a default, and the checks that they have that value."""
+    derived: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        read = node.all_input_nodes
+        if (node.op == "placeholder" and node.args) or (read and derived.keys() >= {*read}):
+            derived[node] = None
+    for node in reversed(derived):
+        graph.erase_node(node)
+
+
+def _changes_first(net: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node changes its first argument."""
+    if node.op == "call_module":
+        return bool(getattr(net.get_submodule(str(node.target)), "inplace", False))
+    if not node.op.startswith("call"):
+        return False
+    name = name_of(node)
+    return (
+        node.target in IN_PLACE
+        or bool(node.kwargs.get("inplace"))
+        or (name.endswith("_") and not name.startswith("_"))
+    )
+
+
+def _return_new_tensor(net: fx.GraphModule, node: fx.Node) -> None:
+    """Let a node that changes its first argument return a new tensor."""
     target: Any = node.target
     if node.op == "call_module":
-        module: Any = net.get_submodule(target)
-        if not getattr(module, "inplace", False):
-            return False
-        module.inplace = False
+        vars(net.get_submodule(target))["inplace"] = False
     elif target in IN_PLACE:
         node.target = IN_PLACE[target]
     elif node.kwargs.get("inplace"):
         node.kwargs = {**node.kwargs, "inplace": False}
-    elif node.op.startswith("call") and name_of(node).endswith("_") and node.op != "call_function":
+    elif node.op == "call_method":
         node.target = target[:-1]
     else:
-        return False
-    return True
+        name = name_of(node)[:-1]
+        node.target = getattr(F, name, None) or getattr(torch, name)
 
 
-def _fold_norms(net: fx.GraphModule) -> None:
-    """Fold each batch norm into the convolution or linear layer in front of it."""
+def fold_norms(net: fx.GraphModule, num_dims: Mapping[fx.Node, int]) -> None:
+    """Fold each batch norm into the convolution or linear layer in front of it.
+
+    Args:
+        num_dims: of the values of nodes.
+    """
     calls = [node.target for node in net.graph.nodes if node.op == "call_module"]
     for node in net.graph.find_nodes(op="call_module"):
         norm = net.get_submodule(node.target)
         above = node.all_input_nodes[0] if node.all_input_nodes else None
-        if not isinstance(norm, BatchNorm) or above is None or above.op != "call_module":
+        if not isinstance(norm, BatchNorm) or norm.running_mean is None:
+            continue
+        if above is None or above.op != "call_module" or len(above.users) > 1:
             continue
         layer = net.get_submodule(above.target)
-        if len(above.users) > 1 or calls.count(node.target) > 1 or calls.count(above.target) > 1:
+        if calls.count(node.target) > 1 or calls.count(above.target) > 1:
             continue
-        if isinstance(layer, nn.Linear):
+        if isinstance(layer, nn.Linear) and num_dims[above] == 2:
             folded: nn.Module = fuse_linear_bn_eval(layer, norm)
         elif isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             folded = fuse_conv_bn_eval(layer, norm)
@@ -184,7 +214,7 @@ def _fold_norms(net: fx.GraphModule) -> None:
 def name_of(node: fx.Node) -> str:
     """The name of the function or method that a node calls."""
     target: Any = node.target
-    return target if isinstance(target, str) else target.__name__
+    return target if isinstance(target, str) else getattr(target, "__name__", repr(target))
 
 
 def set_module(net: nn.Module, path: str, module: nn.Module) -> None:
@@ -195,13 +225,15 @@ def set_module(net: nn.Module, path: str, module: nn.Module) -> None:
 
 def is_relu(net: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node is an activation that becomes a neuron."""
+    target: Any = node.target
     if node.op == "call_module":
-        return isinstance(net.get_submodule(str(node.target)), RELU_LAYERS)
+        return isinstance(net.get_submodule(target), RELU_LAYERS)
     if node.op not in ("call_function", "call_method"):
         return False
-    return name_of(node) in ("relu", "relu6") or (
-        name_of(node) == "clamp_min" and node.args[1:] == (0,)
-    )
+    known = METHODS if node.op == "call_method" else FUNCTIONS
+    is_clamp = target in ("clamp", "clamp_min", torch.clamp, torch.clamp_min)
+    limits = (*node.args[1:], *node.kwargs.items())
+    return known.get(target) in RELU_LAYERS or (is_clamp and limits in ((0,), (("min", 0),)))
 
 
 def learned_threshold(net: fx.GraphModule, node: fx.Node) -> float | None:
@@ -219,22 +251,26 @@ class Recorder(fx.Interpreter):
 
     Attributes:
         values: by activation, in the last run.
-        active: the nodes whose tensors depend on the input.
+        active: the nodes whose tensors depend on the input, with the number of their dims.
+        discrete: those with integers or booleans.
     """
 
     def __init__(self, net: fx.GraphModule, also: tuple[type[nn.Module], ...]) -> None:
         super().__init__(net)
         self.net, self.also = net, also
         self.values: dict[fx.Node, Tensor] = {}
-        self.active: set[fx.Node] = set()
+        self.active: dict[fx.Node, int] = {}
+        self.discrete: set[fx.Node] = set()
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         first = value[0] if isinstance(value, tuple | list) and value else value
-        has_tensors = isinstance(first, Tensor) and first.is_floating_point()
-        is_input = n.op == "placeholder"
-        if has_tensors and (is_input or not self.active.isdisjoint(n.all_input_nodes)):
-            self.active.add(n)
+        reads = not self.active.keys().isdisjoint(n.all_input_nodes)
+        if isinstance(first, Tensor) and (n.op == "placeholder" or reads):
+            self.active[n] = first.ndim
+            if not first.is_floating_point():
+                self.discrete.add(n)
+            _refuse_joined_batches(n)
             is_other = n.op == "call_module" and isinstance(
                 self.net.get_submodule(str(n.target)), self.also
             )
@@ -243,18 +279,38 @@ class Recorder(fx.Interpreter):
         return value
 
 
-def is_affine(net: fx.GraphModule, node: fx.Node, active: set[fx.Node]) -> bool:
+def _refuse_joined_batches(node: fx.Node) -> None:
+    """Raise a ValueError for tensors that are joined along the batch."""
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    if name_of(node) in ("cat", "concat", "concatenate", "stack") and dim == 0:
+        raise ValueError(
+            f"'{node.name}' joins tensors along dim 0, the batch, which also holds the time steps "
+            "of a spiking network: call the layers on each tensor"
+        )
+
+
+def _is_affine(net: fx.GraphModule, node: fx.Node, recorder: Recorder) -> bool:
     """Whether a node is an affine function of the tensors that depend on the input."""
+    reads: list[fx.Node] = []  # with repetitions
+    fx.node.map_arg((node.args, node.kwargs), reads.append)
+    reads = [x for x in reads if x in recorder.active]
+    target: Any = node.target
+    if node in recorder.discrete or any(x in recorder.discrete for x in reads):
+        return False
     if node.op == "call_module":
-        return isinstance(net.get_submodule(str(node.target)), AFFINE_LAYERS)
-    name, reads = name_of(node), [x for x in node.all_input_nodes if x in active]
+        layer = net.get_submodule(target)
+        is_fixed = not isinstance(layer, BatchNorm) or layer.running_mean is not None
+        return isinstance(layer, AFFINE_LAYERS) and is_fixed
+    if inspect.isfunction(target) and not target.__module__.startswith("torch"):
+        return False
+    name = name_of(node)
     if name in ("truediv", "div"):
         return reads == [node.args[0]]
-    return name in AFFINE or (name in BILINEAR and len(reads) == 1 and reads[0] is not None)
+    return name in AFFINE or (name in BILINEAR and len(reads) == 1)
 
 
 def rewrite(
-    net: fx.GraphModule, active: set[fx.Node], neurons: Mapping[fx.Node, nn.Module]
+    net: fx.GraphModule, recorder: Recorder, neurons: Mapping[fx.Node, nn.Module]
 ) -> tuple[list[str], list[str]]:
     """Put neurons in place of ReLUs and behind other activations, and let operations that are not
     affine read running means.
@@ -263,37 +319,46 @@ def rewrite(
         The names of the neurons, and what reads running means.
     """
     graph, names, others = net.graph, list[str](), list[str]()
-    net.add_module("running_mean", RunningMean())
-    net.add_module("steps_of_mean", StepsOfMean())
     #: Whether the values of a node are running means, not steps, and the node of the other kind.
     means: dict[fx.Node, bool] = {}
     converted: dict[fx.Node, fx.Node] = {}
     # Before modules are replaced, which may be called several times.
     relus = {node for node in neurons if is_relu(net, node)}
+    kept = [node.target for node in graph.find_nodes(op="call_module") if node not in relus]
+    replaced_modules = {node.target for node in relus if node.target not in kept}
+    taken = {name for name, _ in net.named_modules()} - replaced_modules
+    to_means, to_steps = (_free_name(name, taken) for name in ("running_mean", "steps_of_mean"))
+    set_module(net, to_means, RunningMean())
+    set_module(net, to_steps, StepsOfMean())
 
     def read(node: fx.Node, as_means: bool) -> None:
         """Let a node read steps or running means."""
         for x in node.all_input_nodes:
             if x in means and means[x] != as_means:
+                if x in recorder.discrete:
+                    raise ValueError(f"'{x.name}' has integers or booleans: expected none there")
                 if x not in converted:
                     with graph.inserting_after(x):
-                        kind = "running_mean" if as_means else "steps_of_mean"
-                        converted[x] = graph.call_module(kind, (x,))
+                        converted[x] = graph.call_module(to_means if as_means else to_steps, (x,))
                 node.replace_input_with(x, converted[x])
 
     for node in list(graph.nodes):
         replaced = node in relus
         if node.op == "output" or replaced:
             read(node, False)
-        elif node in active:
-            affine = node.op == "placeholder" or is_affine(net, node, active)
-            is_mean = not affine or any(means.get(x) for x in node.all_input_nodes)
+        elif node in recorder.active:
+            is_input = node.op == "placeholder"
+            affine = is_input or _is_affine(net, node, recorder)
+            # Integers as inputs are the same in each step, and so their own means.
+            is_mean = not affine or (is_input and node in recorder.discrete)
+            is_mean = is_mean or any(means.get(x) for x in node.all_input_nodes)
             read(node, is_mean)
             means[node] = is_mean
             if not affine:
                 others.append(str(node.target) if node.op == "call_module" else name_of(node))
         if node in neurons:
-            names.append(_free_name(net, node, names, replaced))
+            base = str(node.target) if node.op == "call_module" else node.name
+            names.append(_free_name(base if replaced else f"{base}_spikes", taken))
             set_module(net, names[-1], neurons[node])
             with graph.inserting_after(node):
                 spikes = graph.call_module(names[-1], (node.args[0] if replaced else node,))
@@ -302,7 +367,6 @@ def rewrite(
                 graph.erase_node(node)
             else:
                 read(spikes, False)
-            active.add(spikes)
             means[spikes] = False
     graph.lint()
     net.delete_all_unused_submodules()
@@ -310,10 +374,10 @@ def rewrite(
     return names, others
 
 
-def _free_name(net: fx.GraphModule, node: fx.Node, taken: Sequence[str], replaced: bool) -> str:
-    """The name of a neuron: that of the module, with a number if it is called again."""
-    base = str(node.target) if node.op == "call_module" else node.name
-    name, i = base if replaced else f"{base}_spikes", 2
+def _free_name(base: str, taken: set[str]) -> str:
+    """A name that is not taken yet, with a number if need be; it then is."""
+    name, i = base, 2
     while name in taken:
         name, i = f"{base}_{i}", i + 1
+    taken.add(name)
     return name

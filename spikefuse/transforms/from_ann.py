@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from spikefuse.nn.temporal import Temporal
 from spikefuse.transforms.ann_graph import (
     Recorder,
     RunningMean,
+    fold_norms,
     is_relu,
     learned_threshold,
     rewrite,
@@ -55,7 +57,8 @@ class ConversionReport:
         on_means: operations that read the mean of the steps so far.
         error: of the mean output after 1, 2, ... steps, the root mean square of its difference from
             the output of the original, relative to that of the output.
-        agreement: likewise, the share of samples with the largest output at the same place.
+        agreement: likewise, of outputs `[B, classes]`, the share of samples with the largest one at
+            the same place; empty for other outputs.
     """
 
     layers: tuple[ConvertedLayer, ...]
@@ -73,10 +76,10 @@ class ConversionReport:
         if self.on_means:
             lines.append(f"on means of the steps so far: {', '.join(self.on_means)}")
         rows = [("steps", "error of the output", "same largest output")]
-        last = len(self.error)
-        for t in range(1, last + 1):
-            if t & (t - 1) == 0 or t == last:
-                rows.append((str(t), _percent(self.error[t - 1]), _percent(self.agreement[t - 1])))
+        shares = self.agreement or (None,) * len(self.error)
+        for t, (error, share) in enumerate(zip(self.error, shares, strict=True), 1):
+            if t & (t - 1) == 0 or t == len(self.error):
+                rows.append((str(t), _percent(error), "" if share is None else _percent(share)))
         return "\n".join([*lines, "", *aligned(rows, 0)])
 
 
@@ -121,13 +124,16 @@ def from_ann(
         print(net.conversion)
 
     Args:
-        net: a network of `[B, ...]` that torch.fx can trace. It remains as it is.
+        net: a network of `[B, ...]`, whose samples are independent, to a tensor `[B, ...]`;
+            torch.fx must be able to trace it. It remains as it is. Integer inputs, such as tokens,
+            are the same in each step.
         data: batches for thresholds and corrections, a few hundred samples in all: tensors, or
             tuples that begin with the inputs of `net`, such as a DataLoader yields.
         num_steps: steps for which thresholds are chosen; the result runs for any number.
         share: of the activations of a layer that its threshold exceeds, such as 1.0 for their
             maximum; by default, the threshold has the least square error in `num_steps` steps.
-        per_channel: choose a threshold for each channel, not for each layer.
+        per_channel: choose a threshold for each channel (dim 1) of activations with 2, 4 or 5
+            dims, not for each layer.
         negative: whether neurons undo spikes, see `RateIF`.
         correct: shift the inputs of neurons, layer after layer, by the difference between
             activations and mean outputs, averaged over each channel and the data.
@@ -139,9 +145,10 @@ def from_ann(
         `spikefuse.transforms.from_ann.ConversionReport`.
 
     Raises:
-        TypeError: `net` is not a module, or a batch has no tensors.
-        ValueError: an argument is out of range, torch.fx cannot trace `net`, it has no ReLU, or
-            there are no data.
+        TypeError: `net` is not a module or does not return a tensor, a batch has no tensors, or
+            `also` has no classes.
+        ValueError: an argument is out of range, torch.fx cannot trace `net`, its samples depend on
+            each other, it has no ReLU, or there are no data.
     """
     check_module("net", net)
     if num_steps < 1 or not (share is None or 0 < share <= 1):
@@ -149,27 +156,32 @@ def from_ann(
             f"num_steps, share are {num_steps}, {share}: expected at least 1, and a share of the "
             "activations in (0, 1] or None"
         )
-    graph = traced(net, also)
+    if not isinstance(also, tuple) or not all(isinstance(kind, type) for kind in also):
+        raise TypeError(f"also is {also!r}: expected a tuple of classes, such as (nn.GELU,)")
+    original = copy.deepcopy(net).eval()
+    graph = traced(copy.deepcopy(original), also)
     recorder, batches = Recorder(graph, also), list[tuple[Tensor, ...]]()
     activations: dict[fx.Node, Activation] = {}
     with torch.no_grad():
         for batch in _batches(data, len(graph.graph.find_nodes(op="placeholder"))):
             output = recorder.run(*batch)
+            if not batches:
+                _check(original, batch, output)
             batches.append(batch)
             for node, value in recorder.values.items():
                 activations.setdefault(node, Activation()).add(value)
+        if not batches:
+            raise ValueError("data has no batches")
         if not activations:
-            raise ValueError(
-                "no ReLU was found between input and output, nor layers of also=, or there are no "
-                "data"
-            )
+            raise ValueError("no ReLU was found between input and output, nor layers of also=")
+        fold_norms(graph, recorder.active)
         neurons = {}
         for node, activation in activations.items():
             threshold = learned_threshold(graph, node)
             if threshold is None:
                 threshold = activation.threshold(num_steps, share, per_channel)
             neurons[node] = RateIF(threshold, negative if is_relu(graph, node) else "always")
-        names, on_means = rewrite(graph, recorder.active, neurons)
+        names, on_means = rewrite(graph, recorder, neurons)
         result: Any = Temporal(graph.eval())
         if correct:
             for node, neuron in neurons.items():
@@ -179,13 +191,35 @@ def from_ann(
             _compared(name, neuron, activations[node].last, spikes[neuron])
             for name, (node, neuron) in zip(names, neurons.items(), strict=True)
         ]
-        means = RunningMean()(y)
+        means, agreement = RunningMean()(y), ()
         errors = tuple(_error(m, output) for m in means)
-        agreement = (means.argmax(-1) == output.argmax(-1)).flatten(1).float().mean(1).tolist()
-        result.conversion = ConversionReport(
-            tuple(layers), tuple(on_means), errors, tuple(agreement)
-        )
+        if output.ndim == 2 and output.shape[1] > 1:
+            agree = means.argmax(2) == output.argmax(1)
+            agreement = tuple(agree.float().mean(1).tolist())
+        result.conversion = ConversionReport(tuple(layers), tuple(on_means), errors, agreement)
     return result
+
+
+def _check(original: nn.Module, batch: Sequence[Tensor], output: Any) -> None:
+    """Refuse a network whose graph computes something else, or whose samples are not independent.
+
+    Args:
+        output: of the graph.
+    """
+    expected = original(*(x.clone() for x in batch))
+    if not isinstance(expected, Tensor) or not expected.is_floating_point():
+        raise TypeError(f"the network returns a {type(expected).__name__}: expected a tensor")
+    if _error(output, expected) > 1e-3:
+        raise ValueError(
+            "torch.fx recorded something else than what the network computes, such as changes in "
+            "place through a view: write y = f(x) in place of x.view(...).f_()"
+        )
+    half = len(batch[0]) // 2
+    if half and _error(original(*(x[:half].clone() for x in batch)), expected[:half]) > 1e-3:
+        raise ValueError(
+            "the outputs of a sample depend on the others in the batch, which also holds the time "
+            "steps of a spiking network: average or join along other dims than the batch"
+        )
 
 
 def _batches(data: Iterable[Any], num_inputs: int) -> Iterator[tuple[Tensor, ...]]:
@@ -232,7 +266,10 @@ class Activation:
 
     def threshold(self, num_steps: int, share: float | None, per_channel: bool) -> Any:
         """Choose a threshold, or one for each channel; see `from_ann`."""
-        samples, highest = torch.cat(self._samples), torch.stack(self._maxima).amax(0)
+        samples, highest = (
+            torch.cat(self._samples).float(),
+            torch.stack(self._maxima).amax(0).float(),
+        )
         if not per_channel:
             samples, highest = samples.reshape(-1, 1), highest.amax(0, keepdim=True)
         chosen = highest
@@ -243,7 +280,7 @@ class Activation:
         chosen = torch.where(
             (highest > 0) & (chosen > 0), chosen, 1.0
         )  # of neurons that are silent
-        return chosen.float() if len(chosen) > 1 else float(chosen)
+        return chosen if len(chosen) > 1 else float(chosen)
 
 
 def _least_error(samples: Tensor, highest: Tensor, num_steps: int) -> Tensor:
@@ -291,12 +328,12 @@ def _correct(
     num_steps: int,
 ) -> None:
     """Shift the input of a neuron by what its mean output lacks."""
-    total, count = torch.zeros_like(mean), 0
+    total, count = torch.zeros_like(mean, dtype=torch.float64), 0
     for batch in batches:
         spikes, _ = _run(net, [neuron], batch, num_steps)
         rows = by_channel(spikes[neuron].mean(0))
-        total, count = total + rows.sum(0), count + len(rows)
-    shift = mean - total / count
+        total, count = total + rows.double().sum(0), count + len(rows)
+    shift = mean - (total / count).to(mean.dtype)
     neuron.shift = shift if len(shift) > 1 else float(shift)
 
 
@@ -314,4 +351,5 @@ def _compared(name: str, neuron: RateIF, activation: Tensor, y: Tensor) -> Conve
 
 def _error(y: Tensor, target: Tensor) -> float:
     """The root mean square error relative to the target."""
-    return float((y - target).norm() / target.norm().clamp_min(1e-30))
+    difference = (y.float() - target.float()).norm()
+    return float(difference / target.float().norm().clamp_min(1e-30))

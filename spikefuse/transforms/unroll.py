@@ -14,7 +14,10 @@ from spikefuse.nn.over_time import OnSequences
 from spikefuse.nn.temporal import Temporal
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
-_LINEAR = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
+_LINEAR = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 
 
 def unroll_integer_spikes(net: Temporal, x: Tensor) -> nn.Module:

@@ -132,7 +132,17 @@ def test_one_output():
     assert spikes[:, 0].tolist() == [[1, 0], [0, 1], [1, 0], [0, 1]]
 
 
+def test_settings_of_the_network():
+    """The reference can be differentiated twice."""
+    net, x = sf.Temporal(Excitation()), on_grid((3, 2, 6)).requires_grad_()
+    (grad,) = torch.autograd.grad(net(x, impl="reference").square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    assert x.grad is not None
+
+
 def test_wrong_arguments():
+    with pytest.raises(TypeError, match=r"a shape is 6: expected a tuple, such as \(6,\)"):
+        sf.Loop(Populations(), 6, 4)
     with pytest.raises(ValueError, match="shapes is empty"):
         sf.Loop(Populations())
     with pytest.raises(TypeError, match="body"):

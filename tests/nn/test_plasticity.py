@@ -103,8 +103,20 @@ def test_pairs_of_spikes_in_visual_cortex() -> None:
     assert sum(errors) / len(errors) < 0.4
 
 
+def test_under_autocast_and_with_a_graph() -> None:
+    pre, post, reward = trains()
+    expected = stdp(pre, post, PAIR, reward)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = stdp(pre, post.requires_grad_(), PAIR, reward)
+    assert all(map(torch.equal, found, expected))
+    assert not any(x.requires_grad for x in found)
+
+
 def test_wrong_arguments() -> None:
     pre, post, reward = trains()
+    _, state = stdp(pre, post, PAIR, return_state=True)
+    with pytest.raises(ValueError, match="pass zeros for steps without a reward"):
+        stdp(pre, post, PAIR, reward, state)
     with pytest.raises(ValueError, match=r"shapes \[12, 3, 5\] and \[11, 3, 4\]: expected \[T, B"):
         stdp(pre, post[1:])
     with pytest.raises(ValueError, match=r"shape \[3\]: expected \[T, B\] = \[12, 3\]"):

@@ -158,9 +158,77 @@ def test_means_and_steps_are_inverse():
     torch.testing.assert_close(StepsOfMean()(RunningMean()(x)), x)
 
 
+class Steps(nn.Module):
+    """Two layers around a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.leaky = function, nn.LeakyReLU(0.5)
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.shared = nn.ReLU(inplace=True)
+
+    def forward(self, x, scale=2.0, mask=None):
+        return self.c(self.function(self, F.relu(self.a(x)))) * scale
+
+
+def twice(net, h):
+    h = net.shared(net.b(h))
+    k = net.b(h)
+    return net.shared(k) + k  # changed in place by the second call
+
+
+FUNCTIONS = {
+    "square": lambda net, h: h * h,
+    "mask": lambda net, h: h * (h > 0.3),
+    "where": lambda net, h: torch.where(h > 0.3, h, 0.1 * h),
+    "einsum": lambda net, h: torch.einsum("bi,bi->bi", h, h),
+    "ratio": lambda net, h: h / (1 + h),
+    "twice": twice,
+    "name that is taken": lambda net, h: net.leaky(net.b(h)),
+    "in place": lambda net, h: F.relu_(net.b(h)),
+    "clamp": lambda net, h: net.b(h).clamp(min=0),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
+    torch.manual_seed(0)
+    net, x = Steps(FUNCTIONS[name]), torch.randn(32, 6)
+    expected = net(x)
+    spiking = sf.from_ann(net, x, 64, share=1.0)
+    error = (spiking(direct(x, 64)).mean(0) - expected).norm() / expected.norm()
+    assert error < 0.03
+    assert spiking.conversion.error[-1] == pytest.approx(float(error), rel=1e-3)
+    num_neurons = {"twice": 3, "in place": 2, "clamp": 2}.get(name, 1)
+    assert len(spiking.conversion.layers) == num_neurons
+
+
+@torch.no_grad()
+def test_tokens():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    tokens = torch.randint(10, (16, 5))
+    assert sf.from_ann(net, tokens, 32).conversion.error[-1] < 0.1
+
+
 class Branch(nn.Module):
     def forward(self, x):
         return F.relu(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda net, h: net.b(h) - net.b(h).mean(0), "depend on the others in the batch"),
+        (lambda net, h: net.b(torch.cat([h, h]))[:4], "joins tensors along dim 0"),
+        (lambda net, h: (h.view(-1, 8).mul_(-3), h)[1], "something else than"),
+    ],
+)
+def test_refused_functions(function, message):
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=message):
+        sf.from_ann(Steps(function), torch.randn(4, 6))
 
 
 def test_refused():
@@ -169,8 +237,10 @@ def test_refused():
         sf.from_ann(Branch(), x)
     with pytest.raises(ValueError, match="no ReLU was found"):
         sf.from_ann(nn.Linear(3, 2), x)
-    with pytest.raises(ValueError, match="no ReLU was found"):
+    with pytest.raises(ValueError, match="data has no batches"):
         sf.from_ann(nn.ReLU(), [])
+    with pytest.raises(TypeError, match="also is"):
+        sf.from_ann(nn.ReLU(), x, also=nn.GELU)
     with pytest.raises(TypeError, match="data has a dict"):
         sf.from_ann(nn.ReLU(), [{"x": x}])
     with pytest.raises(ValueError, match="num_steps, share are 8, 2"):
