@@ -55,8 +55,8 @@ class Delay(_Delays):
         y[t] = (1 - (d - k)) x[t - k] + (d - k) x[t - k - 1]
 
     The input before the first step is 0. In evaluation mode, delays are rounded to integers, as
-    hardware has them, and get no gradients: the layer is an exact delay line. `Temporal` and `Stream` carry the last
-    `max_delay` steps of the input as its state, `[B, max_delay, C, ...]`.
+    hardware has them, and get no gradients: the layer is an exact delay line. `Temporal` and
+    `Stream` carry the last `max_delay` steps of the input as its state, `[B, max_delay, C, ...]`.
 
     Shapes: `x`, `y`: `[T, B, C, ...]` (inside `Temporal` `[T*B, C, ...]`), of any dtype of floating
     point; `delay`, a parameter: `[channels]`, in steps, initialized uniformly. A delay outside of
