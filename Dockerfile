@@ -1,5 +1,6 @@
 # docker build --tag snn .                            for CPUs
 # docker build --tag snn --build-arg DEVICE=gpu .     for NVIDIA GPUs: docker run --gpus all ...
+# mkdir -p runs && chmod a+w runs                     the container has a user of its own
 # docker run --rm -v "$PWD/runs:/home/user/runs" snn train
 FROM python:3.12-slim
 

@@ -17,6 +17,7 @@ import runpy
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
@@ -51,20 +52,20 @@ class Reader(AbstractContextManager["Reader"]):
             path: of the file.
 
         Raises:
-            OSError: the file can't be found.
-            ValueError: it is not a regular file, `read` raises an error, the library crashes, one
-                array takes more than `SECONDS`, or the content is more than 256 MiB and more than
-                `EXPANSION` times the file. The message doesn't name the file.
+            OSError: the file can't be found, or no process can be started.
+            ValueError: it is not a regular file, `read` raises an error, the library crashes or
+                ends the process, one array takes more than `SECONDS`, or the content is more than
+                256 MiB and more than `EXPANSION` times the file. The message doesn't name the file.
         """
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):  # reading a FIFO would wait
+        about = os.stat(path)
+        if not stat.S_ISREG(about.st_mode):  # reading a FIFO would wait
             raise ValueError("it is not a regular file")
-        limit = max(MIN_BYTES, EXPANSION[library] * status.st_size)
+        limit = max(MIN_BYTES, EXPANSION[library] * about.st_size)
         request = [str(program), library, os.path.abspath(os.fsdecode(path)), limit, SECONDS]
         process = self._process = self._process or _start()
         assert process.stdin
         assert process.stdout
-        is_waiting = False
+        is_waiting, start = False, time.monotonic()
         try:
             process.stdin.write(f"{json.dumps(request)}\n".encode())
             process.stdin.flush()
@@ -80,9 +81,12 @@ class Reader(AbstractContextManager["Reader"]):
                 size = process.stdout.readinto(_bytes(array))  # type: ignore[attr-defined]
                 if size == array.nbytes:
                     yield array
-            is_late = process.wait() == 1  # the exit status of the timer
+            status, passed = process.wait(), time.monotonic() - start
+            if status < 0:
+                raise ValueError(f"{library} crashes")
+            is_late = status == 1 and passed >= SECONDS  # the exit status of the timer
             late = f"an array takes more than {SECONDS:g} seconds"
-            raise ValueError(late if is_late else f"{library} crashes")
+            raise ValueError(late if is_late else f"its process ended with status {status}")
         finally:
             if not is_waiting:  # the next file gets a new process
                 self.close()
@@ -111,7 +115,14 @@ def _start() -> subprocess.Popen[bytes]:
     # -P: modules beside the program must not hide others of the same name.
     command = [sys.executable, "-P", __file__]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, pipesize=CHUNK)
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null)
+    assert process.stdout
+    # Faster, but only Linux has it, and users may have no more pages for pipes.
+    with suppress(ImportError, AttributeError, OSError):
+        import fcntl
+
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, CHUNK)
+    return process
 
 
 def _bytes(array: np.ndarray) -> memoryview:
@@ -194,6 +205,8 @@ def _limit_memory(extra: int) -> None:
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * resource.getpagesize() + extra
+    if hard != resource.RLIM_INFINITY:  # such as that of ulimit -v
+        limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
+import resource
 import time
 from pathlib import Path
 
@@ -15,6 +18,7 @@ h5py = pytest.importorskip("h5py")
 READERS = {
     "raise OverflowError('a\\nb')": "OverflowError: a b",
     "os.abort()": "h5py crashes",
+    "os._exit(1)": "its process ended with status 1",
     "bytearray(1 << 30)": "MemoryError",
     "while True: pass": "an array takes more than 1 seconds",
     "yield from 300 * [np.zeros(1 << 13)]": "more than 16777216 bytes of content",
@@ -83,6 +87,27 @@ def test_sizes_that_a_file_claims(path: Path) -> None:
         file.create_dataset("a/b", (1 << 40,), "f8", chunks=(1024,))
     with pytest.raises(ValueError, match="more than 268435456 bytes of content"):
         next(isolated.arrays(reader(path.parent, "yield file['x'][()]"), "h5py", path))
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="sets the limit of another process")
+def test_a_limit_of_the_user_stays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated, "MIN_BYTES", 1 << 40)
+    program = reader(path.parent, "import resource", "yield resource.getrlimit(resource.RLIMIT_AS)")
+    with isolated.Reader() as process:
+        process._process = isolated._start()
+        limits = 1 << 34, 1 << 34
+        resource.prlimit(process._process.pid, resource.RLIMIT_AS, limits)
+        (found,) = process.arrays(program, "h5py", path)
+        assert tuple(found) == limits
+
+
+def test_a_user_without_pages_for_pipes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    (x,) = isolated.arrays(reader(path.parent, "yield file['x'][()]"), "h5py", path)
+    assert x.tolist() == [1, 2]
 
 
 def test_files_that_are_not_read(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from spikefuse import isolated
 
 ENVIRONMENT = "SPIKEFUSE_DATA"
 CHUNK = 1 << 20
+CGROUP = Path("/sys/fs/cgroup")  # of this process, in a container
 # Where a format sets no limit, a file decompresses to at most 1 GiB; the largest published one has
 # 47 MB.
 MAX_DECOMPRESSED = 1 << 30
@@ -236,12 +237,21 @@ def opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
 
 
 def free_memory() -> int:
-    """Return the bytes of memory that are free, without limit where there is no /proc."""
-    try:
+    """Return the bytes of memory that are free, without limit where there is no /proc.
+
+    A container may have a limit of its own. Memory that caches files counts as free.
+    """
+    free = sys.maxsize
+    with contextlib.suppress(OSError, IndexError, ValueError):
         lines = Path("/proc/meminfo").read_text()
-        return int(lines.partition("MemAvailable:")[2].split()[0]) << 10
-    except (OSError, IndexError, ValueError):
-        return sys.maxsize
+        free = int(lines.partition("MemAvailable:")[2].split()[0]) << 10
+    with contextlib.suppress(OSError, KeyError, ValueError):  # "max" means no limit
+        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        lines = (CGROUP / "memory.stat").read_text()
+        sizes = dict(line.split() for line in lines.splitlines())
+        cached = int(sizes["active_file"]) + int(sizes["inactive_file"])
+        free = min(free, max(0, limit - used + cached))
+    return free
 
 
 def read_up_to(file: IO[bytes] | gzip.GzipFile, size: int) -> bytes:
@@ -303,5 +313,7 @@ def read_isolated(
     check_regular(path)
     try:
         yield from isolated.arrays(Path(__file__).with_name(program), library, path, reader)
-    except (OSError, ValueError) as error:
+    except OSError as error:  # such as of starting the process
+        raise DataError(f"cannot read {path}: {error}") from error
+    except ValueError as error:
         raise damaged(path, str(error)) from error

@@ -239,6 +239,8 @@ def _checked(path: Path, shape: tuple[int, ...], series: np.ndarray) -> np.ndarr
         raise DataError(
             f"{path} holds {series.dtype} {list(series.shape)}: expected float32 {list(shape)}"
         )
+    if not np.isfinite(series).all():
+        raise DataError(f"{path} holds values that are not finite: replace NaN and infinity")
     return series
 
 

@@ -219,7 +219,7 @@ def _add_predict(commands: Any) -> None:
     _add_checkpoint(predict)
     predict.add_argument("files", type=Path, nargs="+", metavar="FILE", help="files or folders")
     for name, default, text in (
-        ("--top", 1, "number of classes per example, the most probable first"),
+        ("--top", 1, "classes per example, the most probable first; all values are shown"),
         ("--batch-size", 32, "examples per batch"),
     ):
         text += f" (default: {default})"
@@ -393,13 +393,14 @@ def _predict(arguments: argparse.Namespace) -> int:
         writer.writerow(keys)
         writer.writerows(rows)
     else:
+        number_format = "11.4f" if network.task.of_classes else "11.4g"
         width, label_width = (max(map(len, map(str, w))) for w in (files, network.classes))
         for i, (file, *step, label, value) in enumerate(rows):
             if i == 0:
                 head = "".join(f"{key:>6}" for key in keys[1:-2])
                 output.write(f"{'file':<{width}}{head}  {keys[-2]:<{label_width}}  {keys[-1]:>11}")
             steps = "".join(f"{number:6}" for number in step)
-            output.write(f"{file:<{width}}{steps}  {label:<{label_width}}  {value:11.4f}")
+            output.write(f"{file:<{width}}{steps}  {label:<{label_width}}  {value:{number_format}}")
     return 1 if failed else 0
 
 

@@ -45,7 +45,9 @@ def _data_conflicts(config: TrainConfig) -> Iterator[str]:
             yield from _given(config, f"{config.dataset} has no such option", name)
     if dataset.describe is None:
         yield from _given(config, f"{config.dataset} has its own", "classes", "shape")
-    elif config.classes is not None and (len(config.classes) < 2 or len(config.shape or ()) != 3):
+    elif config.classes is not None and (
+        not config.classes or len(config.shape or ()) not in (1, 3)
+    ):
         yield f"classes are {config.classes} and shape is {config.shape}: damaged"
     if len(dataset.shape) == 1:
         names = (*choices.OF_PLANES, *choices.OF_IMAGES)

@@ -29,6 +29,7 @@ from spikefuse.train.fields import ConfigError
 # What `register` adds to, by the name of the setting.
 REGISTRIES: dict[str, dict[str, Any]] = {"model": MODELS, "dataset": DATASETS}
 BUILDER = "a builder, called as builder(neuron, in_channels, num_classes, size)"
+ROWS = 1024  # of series that are checked at once, since they may be in a file
 DATASET = "a spikefuse.data.Dataset(shape, classes, read)"
 
 
@@ -151,7 +152,7 @@ def check_examples(config: Any, parts: Any) -> None:
     """Check what the `read` of the dataset of a `TrainConfig` has returned.
 
     Raises:
-        DataError: the number of parts, a shape, a dtype or a label is wrong.
+        DataError: the number of parts, a shape, a dtype, a label or a value of series is wrong.
     """
     dataset, task = config.data, config.make_task()
     read = f"the dataset {dataset.name} has read"
@@ -190,6 +191,10 @@ def check_examples(config: Any, parts: Any) -> None:
             raise DataError(
                 f"{read} {what} {pixels.dtype} [{found}]: expected {dtype} [{expected}]"
             )
+        for start in range(0, len(part) if dataset.kind == "series" else 0, ROWS):
+            low, high = (v.item() for v in part[start : start + ROWS].pixels.aminmax())
+            if not math.isfinite(low + high):
+                raise DataError(f"{read} {what} values from {low} to {high}: expected finite ones")
 
 
 def check_network(name: str, net: Any) -> None:

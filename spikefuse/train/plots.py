@@ -70,7 +70,7 @@ def plot_raster(module: Classifier, pixels: Tensor, target: Tensor, path: Path) 
 
     names, task = module.config.data.classes, module.task
     if task.name == "classification":
-        label, predicted = int(target), int(output.mean(0).argmax())
+        label, predicted = int(target), int(task.predict(output[:, None]).argmax())
         color = "tab:green" if predicted == label else "tab:red"
         title = f"class: {names[label]}, predicted: {names[predicted]}"
         figure.suptitle(title, color=color, fontsize=11)

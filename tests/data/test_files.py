@@ -8,6 +8,7 @@ import hashlib
 import http.server
 import os
 import pwd
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -131,3 +132,24 @@ def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # KeyError
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert files.user_cache() == tmp_path / f"cache-{os.getuid()}" / "spikefuse"
+
+
+def test_a_process_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is not to blame."""
+    pytest.importorskip("h5py")
+    (tmp_path / "a.h5").touch()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(DataError, match=r"cannot read .*a\.h5: .*No such file .*python"):
+        next(files.read_isolated(tmp_path / "a.h5", "event_columns.py", "h5py"))
+
+
+def test_the_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that the system caches are given back when memory is needed."""
+    monkeypatch.setattr(files, "CGROUP", tmp_path)
+    (tmp_path / "memory.current").write_text("9000\n")
+    (tmp_path / "memory.stat").write_text("anon 5000\nactive_file 1000\ninactive_file 2500\n")
+    for limit, expected in ("10000", 4500), ("4000", 0):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert files.free_memory() == expected
+    (tmp_path / "memory.max").write_text("max\n")
+    assert files.free_memory() > 1 << 20

@@ -55,3 +55,7 @@ def test_series_in_files(tmp_path: Path) -> None:
         next(data.read_file(waves, tmp_path / "a.npy", num_steps=10))
     with pytest.raises(data.DataError, match=r"a\.csv is not a file of .*: .* ends in \.npy"):
         data.read_file(waves, tmp_path / "a.csv")
+    values[0, 1, 1] = np.inf
+    np.save(tmp_path / "a.npy", values)
+    with pytest.raises(data.DataError, match=r"a\.npy holds values that are not finite"):
+        next(data.read_file(waves, tmp_path / "a.npy"))

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ import torch
 from PIL import Image
 
 import spikefuse as sf
-from spikefuse.data import DataError
+from spikefuse.data import DATASETS, DataError, Dataset, Series
 from spikefuse.train import ConfigError, TrainConfig, own, predict, recipe
+from spikefuse.train.batches import load_examples
 
 Spikefuse = Callable[..., int]
 CODE = Path(__file__).parent / "programs" / "my_code.py"
@@ -226,6 +228,36 @@ def test_what_users_code_returns_is_checked(
     assert error.startswith("spikefuse train: error: ")
     assert message in error
     assert not list(here.glob("runs/*"))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_of_series_are_finite(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    monkeypatch.setattr(own, "ROWS", 2)
+    waves = Dataset((1,), ("a", "b"), lambda *_: (), "series", {"num_steps": 4})
+    monkeypatch.setitem(DATASETS, "waves", waves)
+    config = TrainConfig(dataset="waves", model="mlp")
+    train, test = (Series(torch.ones(5, 4, 1), torch.arange(5) % 2) for _ in range(2))
+    own.check_examples(config, (train, test))
+    test.pixels[4, 3, 0] = value
+    with pytest.raises(DataError, match=r"read test values from .*: expected finite ones"):
+        own.check_examples(config, (train, test))
+
+
+def test_series_that_are_described_by_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def describe(directory: Path, **options: int) -> Dataset:
+        part = Series(torch.ones(5, options["num_steps"], 2), torch.ones(5, 1))
+        return Dataset((2,), ("speed",), lambda *_, **__: (part, part), "series", options)
+
+    options = {"num_steps": 4}
+    logs = Dataset((1,), (), lambda *_: (), "series", options, describe=describe)
+    monkeypatch.setitem(DATASETS, "logs", logs)
+    config = TrainConfig(dataset="logs", model="mlp", task="regression", num_steps=3)
+    config, parts = load_examples(config, ".", False)
+    own.check_examples(config, parts)
+    assert (config.classes, config.shape, config.num_steps) == (("speed",), (2,), 3)
+    assert TrainConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ConfigError, match="logs has one class: add another"):
+        replace(config, task="classification", criterion="cross-entropy")
 
 
 def test_a_users_data_error_is_one_line(

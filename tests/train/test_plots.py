@@ -54,6 +54,21 @@ def test_potentials_have_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert shown == ["0: 2 neurons, 50.0 % firing", "1: 2 neurons, potentials"]
 
 
+@pytest.mark.parametrize(("loss", "predicted"), [("mean", 1), ("last", 2)])
+def test_the_predicted_class_is_that_of_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, predicted: int
+) -> None:
+    module = Classifier(TrainConfig(num_steps=2, model="mlp", loss=loss)).eval()
+    output = torch.zeros(2, 10)
+    output[0, 1], output[1, 2] = 3.0, 1.0
+    example = torch.zeros(2, 1, 8, 8), {}, output
+    monkeypatch.setattr(plots, "record_example", lambda *_: example)
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    plot_raster(module, torch.zeros(1), torch.tensor(3), tmp_path / "raster.png")
+    assert figures[0].get_suptitle() == f"class: 3, predicted: {predicted}"
+
+
 def test_curves_of_a_single_epoch(tmp_path: Path) -> None:
     names = ("train_loss", "train_accuracy", "val_loss", "val_accuracy")
     plot_curves([{"epoch": 1, **dict.fromkeys(names, 0.5)}], tmp_path / "curves.png")

@@ -161,6 +161,22 @@ def test_predict(
     assert [{k: str(v) for k, v in row.items()} for row in rows] == table
 
 
+def test_values_are_shown_at_their_own_scale(
+    spikefuse: Spikefuse, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ".npy", lambda path, num_steps: iter(np.load(path)[None])
+    names = "small", "large"
+    waves = Dataset((1,), names, lambda *_: (), "series", {"num_steps": 4}, files)
+    monkeypatch.setitem(DATASETS, "waves", waves)
+    save(Path("a.ckpt"), dataset="waves", model="mlp", task="regression")
+    np.save("a.npy", np.ones((4, 1), np.float32))
+    values = torch.tensor([[1.25e-7, -3.5e9]])
+    monkeypatch.setattr(predict.TrainedNetwork, "forward", lambda *_: values)
+    assert spikefuse("predict", "a.ckpt", "a.npy", "--device", "cpu") == 0
+    rows = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
+    assert rows == [["name", "value"], ["small", "1.25e-07"], ["large", "-3.5e+09"]]
+
+
 def test_predictions_and_evaluation_need_no_extra(
     trained: Path, images: torch.Tensor, tmp_path: Path
 ) -> None:
