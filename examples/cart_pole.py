@@ -83,8 +83,7 @@ def play(net: sf.Temporal, carts: Carts, state: State) -> tuple[Tensor, State, l
         state = {name: tuple(s * ~ended[:, None] for s in own) for name, own in state.items()}
     with torch.no_grad():
         _, later, _ = look(net, carts, state)
-    # One for each move that a pole stands, and later ones discounted.
-    rewards: list[torch.Tensor] = []
+    rewards: list[torch.Tensor] = []  # one for each move that a pole stands, discounted
     for ended in reversed(ends):
         later = ~ended * (1 + DISCOUNT * later)
         rewards.insert(0, later)
