@@ -308,7 +308,7 @@ class LinearRecurrent(Recurrent):
             y = layer(y)
         return super().forward(y, **options)
 
-    def _effective_weight(self, inputs: tuple[Tensor, ...]) -> Tensor:
+    def effective_weight(self, inputs: tuple[Tensor, ...]) -> Tensor:
         weight = self.rc.weight[:, self.rc.out_features :]
         for layer in _chain(self.sub_module)[:-1]:
             weight = cast(Tensor, layer.weight) @ weight
