@@ -2,10 +2,10 @@
 
     python -m benchmarks.from_ann --model resnet18 --epochs 90 --finetuning 6
 
-The ReLU network, its data and its training are those of `benchmarks.accuracy`, whose checkpoint is
-read if there is one ("relu"). `sf.from_ann` converts it by images of the training set for each of
-several numbers of time steps ("converted"). With the fewest steps, it also trains on for some
-epochs: before the conversion with quantized ReLUs ("QCFS, converted"), or after it with spikes
+The ReLU network ("relu") is trained as in `benchmarks.accuracy`, on the same data; a checkpoint of
+that script is read if there is one. `sf.from_ann` converts it by images of the training set for
+each of several numbers of time steps ("converted"). With the fewest steps, it also trains on for
+some epochs: before the conversion with quantized ReLUs ("QCFS, converted"), or after it with spikes
 ("converted, trained"). Converted networks are evaluated in float32.
 
 `seconds` are those of the training epochs, or of the conversion. Quick runs use random images.
@@ -127,9 +127,8 @@ def quantize(run: ImageRun, levels: int) -> nn.Module:
     to as many steps."""
     net, (first, *_) = copy.deepcopy(run.net).train(), calibration(run)
     for layer in sf.from_ann(run.net, first, levels).conversion.layers:
-        parent, _, name = layer.name.rpartition(".")
         relu = sf.nn.QCFS(layer.threshold, levels).to(run.device)
-        setattr(net.get_submodule(parent), name, relu)
+        net.set_submodule(layer.name, relu)
     return net
 
 

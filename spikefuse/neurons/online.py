@@ -116,7 +116,7 @@ def _detach(module: nn.Module) -> None:
 def _detach_reset(module: nn.Module) -> None:
     """Follow no reset."""
     if hasattr(module, "detach_reset"):
-        module.__dict__["detach_reset"] = True
+        vars(module)["detach_reset"] = True
 
 
 def _silence(module: nn.Module) -> None:

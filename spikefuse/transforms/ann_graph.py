@@ -12,50 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
+from spikefuse.graph.nodes import name_of
 from spikefuse.kernels.norm import BatchNorm
 from spikefuse.nn.activations import FUNCTIONS, METHODS, QCFS
 from spikefuse.nn.over_time import OnSequences
 
 #: Names of functions and methods that are affine in all tensors that depend on the input, ...
 AFFINE = {
-    *(
-        "add",
-        "sub",
-        "neg",
-        "cat",
-        "concat",
-        "stack",
-        "mean",
-        "sum",
-        "pad",
-        "to",
-        "float",
-        "dropout",
-    ),
-    *(
-        "flatten",
-        "unflatten",
-        "reshape",
-        "view",
-        "permute",
-        "transpose",
-        "swapaxes",
-        "t",
-        "movedim",
-    ),
-    *(
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "repeat",
-        "contiguous",
-        "clone",
-        "chunk",
-        "split",
-        "unbind",
-    ),
-    *("tensor_split", "getitem", "narrow", "select", "roll", "flip", "fold", "unfold"),
-    *("interpolate", "upsample", "pixel_shuffle", "batch_norm"),
+    *("add", "sub", "neg", "mean", "sum", "to", "float", "clone", "contiguous", "dropout"),
+    *("flatten", "unflatten", "reshape", "view", "permute", "transpose", "swapaxes", "t"),
+    *("movedim", "unsqueeze", "squeeze", "expand", "repeat", "roll", "flip", "fold", "unfold"),
+    *("cat", "concat", "stack", "chunk", "split", "tensor_split", "unbind", "getitem"),
+    *("narrow", "select", "pad", "interpolate", "upsample", "pixel_shuffle", "batch_norm"),
     *(f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)),
 }
 #: ... and of those that are if there is only one such tensor.
@@ -73,8 +41,6 @@ IN_PLACE = {
     getattr(operator, f"i{name}"): getattr(operator, name)
     for name in ("add", "sub", "mul", "truediv")
 }
-
-
 #: Activations in whose place neurons are put.
 RELU_LAYERS = nn.ReLU, nn.ReLU6, QCFS
 
@@ -205,22 +171,10 @@ def fold_norms(net: fx.GraphModule, num_dims: Mapping[fx.Node, int]) -> None:
             continue
         assert isinstance(folded.bias, nn.Parameter)
         folded.bias.requires_grad_(layer.weight.requires_grad)  # which is new for some layers
-        set_module(net, above.target, folded)
+        net.set_submodule(above.target, folded)
         node.replace_all_uses_with(above)
         net.graph.erase_node(node)
     net.delete_all_unused_submodules()
-
-
-def name_of(node: fx.Node) -> str:
-    """The name of the function or method that a node calls."""
-    target: Any = node.target
-    return target if isinstance(target, str) else getattr(target, "__name__", repr(target))
-
-
-def set_module(net: nn.Module, path: str, module: nn.Module) -> None:
-    """Put a module where a dotted path leads."""
-    parent, _, name = path.rpartition(".")
-    setattr(net.get_submodule(parent), name, module)
 
 
 def is_relu(net: fx.GraphModule, node: fx.Node) -> bool:
@@ -328,8 +282,8 @@ def rewrite(
     replaced_modules = {node.target for node in relus if node.target not in kept}
     taken = {name for name, _ in net.named_modules()} - replaced_modules
     to_means, to_steps = (_free_name(name, taken) for name in ("running_mean", "steps_of_mean"))
-    set_module(net, to_means, RunningMean())
-    set_module(net, to_steps, StepsOfMean())
+    net.set_submodule(to_means, RunningMean())
+    net.set_submodule(to_steps, StepsOfMean())
 
     def read(node: fx.Node, as_means: bool) -> None:
         """Let a node read steps or running means."""
@@ -355,11 +309,12 @@ def rewrite(
             read(node, is_mean)
             means[node] = is_mean
             if not affine:
-                others.append(str(node.target) if node.op == "call_module" else name_of(node))
+                is_layer = node.op == "call_module"
+                others.append(str(node.target) if is_layer else name_of(node) or node.name)
         if node in neurons:
             base = str(node.target) if node.op == "call_module" else node.name
             names.append(_free_name(base if replaced else f"{base}_spikes", taken))
-            set_module(net, names[-1], neurons[node])
+            net.set_submodule(names[-1], neurons[node])
             with graph.inserting_after(node):
                 spikes = graph.call_module(names[-1], (node.args[0] if replaced else node,))
             node.replace_all_uses_with(spikes, lambda user, spikes=spikes: user is not spikes)

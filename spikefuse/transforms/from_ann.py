@@ -266,10 +266,8 @@ class Activation:
 
     def threshold(self, num_steps: int, share: float | None, per_channel: bool) -> Any:
         """Choose a threshold, or one for each channel; see `from_ann`."""
-        samples, highest = (
-            torch.cat(self._samples).float(),
-            torch.stack(self._maxima).amax(0).float(),
-        )
+        samples = torch.cat(self._samples).float()
+        highest = torch.stack(self._maxima).amax(0).float()
         if not per_channel:
             samples, highest = samples.reshape(-1, 1), highest.amax(0, keepdim=True)
         chosen = highest
@@ -277,9 +275,8 @@ class Activation:
             chosen = _least_error(samples, highest, num_steps)
         elif share < 1:
             chosen = samples.abs().sort(0).values[int(share * (len(samples) - 1))]
-        chosen = torch.where(
-            (highest > 0) & (chosen > 0), chosen, 1.0
-        )  # of neurons that are silent
+        is_silent = (highest == 0) | (chosen == 0)
+        chosen = torch.where(is_silent, 1.0, chosen)
         return chosen if len(chosen) > 1 else float(chosen)
 
 
