@@ -1,0 +1,173 @@
+"""The integers of a quantized network, for devices that compute with integers only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from spikefuse.graph.nodes import name_of
+from spikefuse.neurons.if_ import IF
+from spikefuse.neurons.lif import LIF
+from spikefuse.nn.temporal import Temporal
+from spikefuse.transforms.ann_graph import traced
+from spikefuse.transforms.quantize import FixedPoint
+
+Layer = dict[str, Any]
+LAYERS = (nn.Linear, nn.Conv2d, nn.AvgPool2d, nn.MaxPool2d, nn.Flatten, LIF, IF)
+#: Attributes of these layers that are part of the result.
+ATTRIBUTES = (
+    *("kernel_size", "stride", "padding", "padding_mode", "dilation", "groups", "ceil_mode"),
+    *("start_dim", "end_dim"),
+)
+
+
+class Values(NamedTuple):
+    """What a layer reads: integers times `step`, of at most `largest`."""
+
+    step: float
+    largest: float
+
+
+@torch.no_grad()
+def to_integers(net: Temporal, step: float = 1.0, bits: int = 8) -> list[Layer]:
+    """Return the layers of a network from `sf.quantize` as integers.
+
+    Integer arithmetic with them gives each spike of the network as a CPU simulates it: steps are
+    powers of two, and sums of float32 are exact below 2^24 units, which is checked for the largest
+    inputs. A layer is a dict with its `name`, its `kind`, the `step` that is one unit of its
+    output y, and by kind:
+
+    - "Linear", "Conv2d": `y = gain * product + bias`, with the product of `weight` (int8) and the
+      input; `gain` and `bias` have a value for each channel;
+    - "AvgPool2d": the sums over windows; "MaxPool2d", "Flatten": as in `torch.nn`;
+    - "LIF", "IF": the spikes s, from the input x and a state v, which is 0 at first::
+
+          h = decay * v + gain * x
+          s = 1 if h >= threshold else 0
+          h = h - threshold * s if soft else (reset if s else h)
+          v = clip((h + half) >> shift, low, high)
+
+    Further items, such as `stride`, are attributes of the layer of `torch.nn`.
+
+    Example::
+
+        net = sf.Temporal(nn.Sequential(nn.Linear(64, 32), sf.LIF(0.9), nn.Linear(32, 10)))
+        x = torch.randint(256, (8, 100, 64)) / 256
+        layers = sf.to_integers(sf.quantize(net, x), step=1 / 256)  # three dicts
+
+    Args:
+        net: a chain of these layers and `nn.Dropout`, which torch.fx can trace. Windows of averages
+            have 2, 4, 8, ... values.
+        step: inputs are integers times `step`, a power of two.
+        bits: of these integers at most, without the sign.
+
+    Raises:
+        TypeError: `net` is not a `Temporal`.
+        ValueError: `step` is not a power of two, torch.fx cannot trace the network, or a layer is
+            none of these, is not quantized, or may have sums of 2^24 units. The error names it.
+    """
+    if not isinstance(net, Temporal):
+        raise TypeError(f"net is {net!r}: expected a spikefuse.Temporal")
+    if not (step > 0 and math.frexp(step)[0] == 0.5):
+        raise ValueError(f"step is {step!r}: expected a power of two, such as 1 / 256")
+    graph = traced(net.net)
+    values, layers, before = Values(step, 2.0**bits), list[Layer](), None
+    for node in graph.graph.nodes:
+        name = f"net.{node.target if node.op == 'call_module' else node.name}"
+        if before is not None and node.all_input_nodes != [before]:
+            raise ValueError(f"'{name}' does not read the layer before it only: expected a chain")
+        if before is not None and node.op != "output":
+            module: Any = nn.Flatten() if name_of(node) == "flatten" else None
+            if node.op == "call_module":
+                module = graph.get_submodule(str(node.target))
+            if not isinstance(module, nn.Dropout | nn.Identity):
+                layer, values = _layer(module, values, f"'{name}'")
+                layers.append({"name": name, **layer, "step": values.step})
+        before = node
+    return layers
+
+
+def _layer(module: Any, x: Values, where: str) -> tuple[Layer, Values]:
+    """The integers of a layer, and what it returns."""
+    if module is not None:
+        where += f", {type(module).__name__}({module.extra_repr()})"
+    kind = next((kind for kind in LAYERS if isinstance(module, kind)), None)
+    if kind is None or (kind in (LIF, IF) and type(module) is not kind):
+        known = ", ".join(kind.__name__ for kind in LAYERS)
+        raise ValueError(f"{where}: expected one of {known}")
+    layer = {"kind": kind.__name__}
+    layer |= {name: value for name, value in vars(module).items() if name in ATTRIBUTES}
+    numbers, y = dict[str, Any](), x
+    if kind in (nn.Linear, nn.Conv2d):
+        numbers, y = _product(module, x, where)
+    elif kind in (LIF, IF):
+        numbers, y = _neuron(module, x, where)
+    elif kind is nn.AvgPool2d:
+        area = math.prod(torch.broadcast_to(torch.tensor(module.kernel_size), (2,)).tolist())
+        is_padded = module.padding not in (0, (0, 0)) and not module.count_include_pad
+        if area & (area - 1) or module.divisor_override or module.ceil_mode or is_padded:
+            raise ValueError(f"{where}: expected averages that divide by a power of two")
+        y = Values(x.step / area, x.largest * area)
+    if y.largest >= 2**24:
+        raise ValueError(
+            f"{where}, has sums of up to {y.largest:.0f} units, which float32 does not hold "
+            "exactly: expected fewer inputs, or fewer bits of inputs, weights or states"
+        )
+    return {**layer, **numbers}, Values(1, 1) if kind in (LIF, IF) else y
+
+
+def _product(layer: Any, x: Values, where: str) -> tuple[Layer, Values]:
+    """The integers of a linear layer or convolution, and its sums."""
+    steps = []
+    for name in ("weight",) if layer.bias is None else ("weight", "bias"):
+        quantizer = layer.parametrizations[name][-1] if is_parametrized(layer, name) else None
+        if not isinstance(quantizer, FixedPoint):
+            raise ValueError(f"{where}, is not quantized: call sf.quantize(net, x) first")
+        steps.append(quantizer.step.double())
+    unit = min(x.step * steps[0].min().item(), steps[-1].min().item())
+    shape = (-1, *[1] * (layer.weight.ndim - 2))
+    weight, gain = layer.weight / steps[0].view(*shape, 1), x.step * steps[0] / unit
+    bias = torch.zeros_like(gain) if layer.bias is None else layer.bias / unit
+    sums = weight.abs().flatten(1).sum(1) * gain * x.largest + bias.abs()
+    tensors = {"weight": weight.to(torch.int8), "gain": gain.long().view(shape)}
+    tensors["bias"] = bias.long().view(shape)
+    numbers = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
+    return numbers, Values(unit, sums.max().item())
+
+
+def _neuron(neuron: Any, x: Values, where: str) -> tuple[Layer, Values]:
+    """The integers of a LIF or IF neuron, and its potential before the reset."""
+    tensors = {name: torch.as_tensor(value) for name, value in neuron.values().items()}
+    if not neuron.state_bits or any(tensor.numel() > 1 for tensor in tensors.values()):
+        raise ValueError(f"{where}: expected single parameters, and states of sf.quantize(net, x)")
+    value = {"decay": 1.0, **{name: tensor.item() for name, tensor in tensors.items()}}
+    step, decay, threshold = value["v_step"], value["decay"], value["threshold"]
+    if math.frexp(step)[0] != 0.5:
+        raise ValueError(f"{where}: expected a power of two as v_step")
+    factor = 1 - decay if getattr(neuron, "decay_input", False) else 1.0
+    soft, limit = neuron.reset == "soft", 2 ** (neuron.state_bits - 1)
+    unit = min(x.step * _last_bit(factor), step * _last_bit(decay))
+    unit = min(unit, _last_bit(threshold)) if soft else unit
+    shift, gain = int(step / unit), int(factor * x.step / unit)
+    numbers = {
+        "decay": int(decay * shift),
+        "gain": gain,
+        "threshold": math.ceil(threshold / unit),
+        "soft": soft,
+        "reset": min(max(math.floor(value["v_reset"] / step + 0.5), -limit), limit - 1) * shift,
+        "half": shift // 2,
+        "shift": shift.bit_length() - 1,
+        "low": -limit,
+        "high": limit - 1,
+    }
+    # 1/2 is added before rounding.
+    return numbers, Values(unit, decay * shift * limit + gain * x.largest + shift)
+
+
+def _last_bit(value: float) -> float:
+    """The largest power of two of which a value is a multiple, at most 1."""
+    return 1 / value.as_integer_ratio()[1]
