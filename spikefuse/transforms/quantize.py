@@ -18,7 +18,6 @@ from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.nn.call import Observer, Scan, observing
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.temporal import Temporal
-from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.transforms.ann_graph import fold_norms, traced
 
 #: Layers whose weights are quantized; dim 0 is that of their outputs.
@@ -133,9 +132,7 @@ class _StateSteps(Observer):
     def __init__(self, bits: int) -> None:
         self.bits = bits
 
-    def scan(
-        self, neuron: Any, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
-    ) -> Results[Tensor]:
+    def scan(self, neuron: Any, scan: Scan, arguments: Any, wanted: Any) -> Any:
         if names := tuple(neuron.states):
             states = scan(arguments, wanted._replace(outputs=names)).outputs
             for name, state in zip(names, states, strict=True):

@@ -20,7 +20,8 @@ class Own(sf.Neuron):
 
     def __init__(self) -> None:
         super().__init__()
-        self.decay, self.gain = sf.LearnableFraction(0.9), nn.Parameter(torch.linspace(0.3, 0.7, 6))
+        self.decay: Any = sf.LearnableFraction(0.9)
+        self.gain = nn.Parameter(torch.linspace(0.3, 0.7, 6))
         self.surrogate, self.rho = sf.surrogate.Arctan(), 0.97
 
     def step(self, x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -140,7 +141,7 @@ def test_refusals() -> None:
         return sf.Temporal(nn.Sequential(*layers))
 
     with pytest.raises(TypeError, match=r"net is Linear.*: expected a spikefuse\.Temporal"):
-        sf.quantize(nn.Linear(4, 4), x)
+        sf.quantize(nn.Linear(4, 4), x)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="weights is 9: expected bits from 2 to 8"):
         sf.quantize(temporal(nn.Linear(4, 4)), x, weights=9)
     with pytest.raises(ValueError, match="states is True"):
