@@ -121,8 +121,8 @@ def _quantize_weights(net: Temporal, bits: int) -> None:
         elif isinstance(layer, BatchNorm) or [*layer.parameters(recurse=False)]:
             raise ValueError(
                 f"'{name}' is a {type(layer).__name__}, which cannot be quantized: expected "
-                f"{', '.join(kind.__name__ for kind in LAYERS)}, neurons, and batch norms behind "
-                "a linear layer or convolution that has no other reader"
+                f"{', '.join(kind.__name__ for kind in LAYERS)}, a batch norm right behind one, or "
+                "a neuron"
             )
 
 

@@ -112,6 +112,9 @@ def test_numbers_by_hand() -> None:
     numbers = {"decay": 12, "gain": 1, "threshold": 160, "soft": False, "reset": 64, "half": 8}
     limits = {"shift": 4, "low": -128, "high": 127, "step": 1}
     assert second == {"name": "net.1", "kind": "LIF", **numbers, **limits}
+    net.net[1].v_step = torch.tensor(0.1)
+    with pytest.raises(ValueError, match=r"'net.1' \(LIF\): its sums of up to"):
+        sf.to_integers(net, step=0.5)
 
 
 def test_refusals() -> None:
@@ -123,16 +126,18 @@ def test_refusals() -> None:
             sf.to_integers(net, 1 / 256, bits)
 
     conv = nn.Conv2d(2, 2, 3)
-    refused(nn.Linear(4, 4), sf.ALIF(), match=r"'net.1', ALIF\(.*: expected one of Linear")
-    refused(nn.Linear(4, 4), nn.ReLU(), match=r"'net.1', ReLU\(\): expected one of")
-    refused(conv, nn.AvgPool2d(3), match=r"'net.1', AvgPool2d.*divide by a power of two")
-    refused(nn.Linear(4, 4), match=r"'net.0', ParametrizedLinear\(.* has sums of up to", bits=16)
-    refused(nn.Linear(4, 4), sf.LIF(torch.rand(4)), match=r"'net.1', LIF.*single parameters")
+    refused(nn.Linear(4, 4), sf.ALIF(), match=r"'net.1' \(ALIF\): expected Linear")
+    refused(nn.Linear(4, 4), nn.ReLU(), match=r"'net.1' \(ReLU\): expected")
+    refused(conv, nn.AvgPool2d(3), match=r"'net.1' \(AvgPool2d\): .*divide by a power of two")
+    refused(nn.Linear(4, 4), match=r"'net.0' \(ParametrizedLinear\): its sums of up to", bits=16)
+    refused(nn.Linear(4, 4), sf.LIF(torch.rand(4)), match=r"'net.1' \(LIF\): .*single parameters")
 
     net: Any = sf.Temporal(nn.Sequential(nn.Linear(4, 4), sf.LIF()))
-    with pytest.raises(ValueError, match=r"'net.0', Linear.*is not quantized: call sf.quantize"):
+    with pytest.raises(
+        ValueError, match=r"'net.0' \(Linear\): it is not quantized: call sf.quantize"
+    ):
         sf.to_integers(net)
-    with pytest.raises(ValueError, match=r"'net.1', LIF.*states of sf.quantize"):
+    with pytest.raises(ValueError, match=r"'net.1' \(LIF\): .*states of sf.quantize"):
         sf.to_integers(sf.quantize(net, torch.rand(2, 3, 4), states=None))
     with pytest.raises(ValueError, match=r"step is 0\.3: expected a power of two"):
         sf.to_integers(net, step=0.3)
