@@ -320,10 +320,13 @@ def call_step(neuron: Neuron, inputs: tuple[Tensor, ...], states: States) -> tup
             f"{name}.step returned {len(result[1])} new states, but {len(expected)} are declared "
             f"({', '.join(expected)})"
         )
-    states, bits = result[1], neuron.state_bits
-    if bits:
-        steps = [getattr(neuron, f"{name}_step") for name in expected]
-        states = tuple(fixed_point(s, step, bits) for s, step in zip(states, steps, strict=True))
+    states = result[1]
+    if neuron.state_bits:
+        limit, steps = 2 ** (neuron.state_bits - 1), [f"{name}_step" for name in expected]
+        states = tuple(
+            fixed_point(state, getattr(neuron, step), -limit, limit - 1)
+            for state, step in zip(states, steps, strict=True)
+        )
     if neuron._selected:
         outputs = _select(neuron, outputs, states, exposed)
     like = inputs[0]

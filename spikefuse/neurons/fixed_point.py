@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 
-def fixed_point(value: Tensor, step: Tensor, bits: int) -> Tensor:
-    """Round to `k * step`, where k is floor(value / step + 1/2) as a signed integer of `bits` bits,
-    which saturates. Gradients pass where it does not (straight-through estimator)."""
-    u, limit = value / step, 2 ** (bits - 1)
-    clipped = torch.clamp(u, min=-limit, max=limit - 1).detach()
+def fixed_point(value: Tensor, step: Tensor, low: int, high: int) -> Tensor:
+    """Round to `k * step`, where k is floor(value / step + 1/2), but saturates at `low` and `high`.
+    Gradients pass where it does not (straight-through estimator)."""
+    u = value / step
+    clipped = torch.clamp(u, min=low, max=high).detach()
     # The derivative of clamp at its bounds depends on the version of PyTorch.
     u = torch.where(clipped == u, u, clipped)
     # The difference is 0, so that adding it rounds nothing, and has the derivative of u.

@@ -13,6 +13,7 @@ from spikefuse._torch import children_of
 from spikefuse.kernels.norm import BatchNorm
 from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.description import owners
+from spikefuse.neurons.fixed_point import fixed_point
 from spikefuse.neurons.learnable import Learnable
 from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.nn.call import Observer, Scan, observing
@@ -81,12 +82,11 @@ class FixedPoint(nn.Module):
 
     def __init__(self, step: Tensor, bits: int) -> None:
         super().__init__()
-        self.step, self.zero = nn.Buffer(step), nn.Buffer(torch.zeros_like(step).int())
-        self.most = 2 ** (bits - 1) - 1
+        self.step, self.most = nn.Buffer(step), 2 ** (bits - 1) - 1
 
     def forward(self, x: Tensor) -> Tensor:
-        limits = -self.most, self.most
-        return torch.fake_quantize_per_channel_affine(x, self.step.float(), self.zero, 0, *limits)
+        step = self.step.to(x.dtype).view(-1, *[1] * (x.ndim - 1))
+        return fixed_point(x, step, -self.most, self.most)
 
 
 def _fold(net: Temporal, x: Tensor) -> None:

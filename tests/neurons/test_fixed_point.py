@@ -13,17 +13,17 @@ from tests.neurons.traces import trace
 
 def test_rounds_and_saturates() -> None:
     x = torch.tensor([-9.0, -1.2, -0.375, -0.125, -0.1, 0.1, 0.125, 0.7, 0.8, 9.0, torch.inf])
-    y = fixed_point(x.requires_grad_(), torch.tensor(0.25), 3)
+    y = fixed_point(x.requires_grad_(), torch.tensor(0.25), -4, 3)
     assert (4 * y).tolist() == [-4, -4, -1, 0, 0, 0, 1, 3, 3, 3, 3]
     y.sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0]
-    assert fixed_point(torch.tensor(torch.nan), torch.tensor(0.25), 3).isnan()
+    assert fixed_point(torch.tensor(torch.nan), torch.tensor(0.25), -4, 3).isnan()
 
 
 def test_gradient_at_the_bounds() -> None:
     x = torch.tensor([-1.0, 0.75], requires_grad=True)
-    fixed_point(x, torch.tensor(0.25), 3).sum().backward()
+    fixed_point(x, torch.tensor(0.25), -4, 3).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [1, 1]
 
