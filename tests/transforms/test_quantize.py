@@ -245,7 +245,7 @@ def test_parameters_of_other_kinds() -> None:
             self.limit, self.count = float("inf"), torch.tensor([3, 0, 1000])
 
         def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor]]:
-            h = torch.clamp(v + x * self.count, max=self.limit)  # type: ignore[arg-type]
+            h = torch.clamp(v + x * self.count, max=self.limit)
             return h, (h,)
 
     result: Any = sf.quantize(sf.Temporal(Kinds()), torch.ones(2, 1, 3))
