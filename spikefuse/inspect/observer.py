@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils.parametrize import is_parametrized
 
 from spikefuse._torch import dynamo_is_imported
 from spikefuse.block import block
@@ -107,11 +108,18 @@ def leaf(x: Tensor) -> Tensor:
 _lock = threading.RLock()
 
 
+def parametrizations(layer: nn.Module) -> nn.ModuleDict:
+    """Return what computes parameters of a layer, such as the rounded ones of `sf.quantize`."""
+    found = layer.parametrizations if is_parametrized(layer) else None
+    return found if isinstance(found, nn.ModuleDict) else nn.ModuleDict()
+
+
 class ModuleObserver(Observer):
     """Follows which layer of a model runs, in the thread that created the observer.
 
     Attributes:
-        names: the qualified name of each module in the model, without the modules inside neurons.
+        names: the qualified name of each module in the model, without the modules inside neurons
+            and those that compute parameters.
         modules: the modules by name.
         layer: name of the running layer, "" outside.
     """
@@ -120,6 +128,7 @@ class ModuleObserver(Observer):
         check_module("model", model)
         neurons = [m for m in model.modules() if isinstance(m, Neuron)]
         inner = {m for neuron in neurons for m in neuron.modules()}.difference(neurons)
+        inner |= {m for layer in model.modules() for m in parametrizations(layer).modules()}
         self.modules = {name: m for name, m in model.named_modules() if m not in inner}
         self.names = {m: name for name, m in self.modules.items()}
         self.layer = ""

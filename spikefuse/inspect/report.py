@@ -20,7 +20,7 @@ from spikefuse.events.linear import EventLinear
 from spikefuse.inspect import plots
 from spikefuse.inspect.explain import explain
 from spikefuse.inspect.explanation import in_bytes, label, with_unit
-from spikefuse.inspect.observer import ModuleObserver, unchanged
+from spikefuse.inspect.observer import ModuleObserver, parametrizations, unchanged
 from spikefuse.inspect.operations import Operations, count_operations, feedback
 from spikefuse.inspect.record import are_spikes
 from spikefuse.neurons.definition import Neuron
@@ -403,6 +403,7 @@ class _Counter(ModuleObserver):
                 continue
             module, counts = self.modules[name], self.counts.get(name) or _Counts()
             own, done = {*module.parameters(recurse=isinstance(module, Neuron))}, counts.operations
+            own |= {*parametrizations(module).parameters()}
             if not (own or done.inputs or counts.outputs or (saved or {}).get(name)):
                 continue
             is_called = name in self.counts and not isinstance(module, Neuron | nn.LayerNorm)

@@ -28,6 +28,17 @@ def rows(report: sf.report) -> dict:
     return {row.name: row for row in report.layers}
 
 
+def test_quantized_layers_are_one_row_each() -> None:
+    net = sf.Temporal(nn.Sequential(nn.Linear(4, 6), sf.LIF(), nn.Linear(6, 3, bias=False)))
+    x = torch.rand(T, B, 4)
+    quantized = sf.report(sf.quantize(net, x), [x])
+    plain = sf.report(net, [x])
+    assert list(rows(quantized)) == list(rows(plain)) == ["net.0", "net.1", "net.2"]
+    assert [row.parameters for row in quantized.layers] == [30, 0, 18]
+    assert quantized.multiplies == plain.multiplies
+    assert not quantized.not_counted
+
+
 def test_a_network_by_hand() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(
