@@ -16,6 +16,7 @@ PLOTS = {
     "event_scaling": plots.weak_scaling,
     "reproduce_bptt": plots.learning,
     "accuracy": plots.accuracy,
+    "online_memory": plots.online_memory,
 }
 
 
