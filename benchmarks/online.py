@@ -32,6 +32,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -196,8 +197,8 @@ def memories(args: argparse.Namespace) -> Cases:
             runner.synchronize(device)
             seconds.append(time.perf_counter() - start)
         # The gradients of parameters, to which runs add, are there before.
-        peak = {"peak_bytes": peak_bytes(run, device)}
-        return {"rule": rule, "T": T, "seconds": runner.spread(seconds)} | peak
+        found = {"seconds": statistics.median(seconds), "rounds": seconds}
+        return {"rule": rule, "T": T} | found | {"peak_bytes": peak_bytes(run, device)}
 
     for rule in ("whole", *args.rules):
         yield from ((f"{rule}, T={T}", partial(case, rule, T)) for T in lengths)

@@ -164,7 +164,7 @@ def online_memory(panels: Any, rows: Rows) -> str:
     """Draw peak memory and time of learning rules over T."""
     quantities = (
         ("peak memory, MB", lambda row: row["peak_bytes"] / 1e6),
-        ("forward + backward, s", lambda row: row["seconds"]["median"]),
+        ("forward + backward, s", lambda row: row["seconds"]),
     )
     for panel, (label, read) in zip(panels, quantities, strict=True):
         for rule, style in RULES.items():

@@ -62,6 +62,8 @@ def mebibytes(value: int | None) -> str:
 
 
 def times(value: float | None, digits: int = 2) -> str:
+    if value and value < 0.1:
+        return f"{value:.1g}×"
     return f"{value:.{digits}f}×" if value else "–"
 
 
@@ -239,8 +241,13 @@ def online(result: Result) -> Parts:
     if what in ("cues", "digits"):
         yield from online_tasks(rows)
         return
+    sizes = f", N = {result['settings']['hidden']} and B = {result['settings']['batch']},"
     heads = {
-        "memory": ("Peak memory in KiB", "T", lambda row: f"{row['peak_bytes'] / 2**10:,.0f}"),
+        "memory": (
+            f"Peak memory in KiB{sizes}",
+            "T",
+            lambda row: f"{row['peak_bytes'] / 2**10:,.0f}",
+        ),
         "cosine": ("Median cosine", "layers", lambda row: f"{row['cosine']['median']:.3f}"),
     }
     text, key, show = heads[what]
@@ -333,7 +340,8 @@ def networks(result: Result) -> Parts:
 def recorded_steps(result: Result) -> Parts:
     """Yield the training steps of the first network: a line for each way to run them."""
     rows = next(iter(grouped(result["rows"], "workload").values()))
-    names = [f"{OURS}, eager", f"{OURS}, fused, eager", f"{OURS}, fused, sf.graph_step"]
+    ways = (f"{OURS}, eager", f"{OURS}, fused, eager", f"{OURS}, fused, sf.graph_step")
+    names = [n for n in ways if all(n in by_name(r) for r in rows)]
     yield (
         f"A training step of {rows[0]['model']}, T = {rows[0]['T']}, batches of "
         f"{rows[0]['batch']}, wall-clock milliseconds:"

@@ -21,6 +21,7 @@ from benchmarks.sections import (
     mebibytes,
     number,
     origin,
+    percent,
     picture,
     table,
     times,
@@ -116,6 +117,22 @@ def _command(script: str, result: Result, *options: str) -> str:
         given[option] = list(grouped(result["rows"], key))
     words = [f"--{name} {shlex.join(map(str, values))}" for name, values in given.items()]
     return f"Command: `python -m benchmarks.{script} {' '.join(words)}`."
+
+
+def from_ann(result: Result) -> Parts:
+    """Yield the accuracy of a ReLU network and of the spiking networks made of it."""
+    given = result["settings"]
+    yield f"{given['model']} on {given['data']}, {given['epochs']} epochs:"
+    columns = {"network": "name", "T": "steps", "accuracy": "right", "seconds": "seconds"}
+    lines = [
+        row
+        | {
+            "steps": "–" if row["name"] == "relu" else row["T"],
+            "right": percent(row["accuracy"], 2),
+        }
+        for row in result["rows"]
+    ]
+    yield table(lines, columns)
 
 
 def spoken_digits(result: Result) -> Parts:
