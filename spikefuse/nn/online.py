@@ -66,8 +66,8 @@ class Online(nn.Module):
     and the traces, so that gradients of a part reach back to the beginning. Parts give the same
     gradients as the whole sequence if parameters do not change in between. The memory is that of
     one part, and of the traces: `[B, inputs]` for each layer and state where `J` and `dv/dx` are
-    the same for all neurons and steps, as for "ottt" of an LIF, else `[B, outputs, inputs]`, at each
-    position of a convolution.
+    the same for all neurons and steps, as for "ottt" of an LIF, else `[B, outputs, inputs]`, at
+    each position of a convolution.
 
     Example::
 
