@@ -23,7 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 # Pages with generated regions.
 PAGES = (
-    *("docs/benchmarks.md", "docs/online.md", "docs/reproduce.md", "docs/tutorials/fast.ipynb"),
+    "docs/benchmarks.md",
+    "docs/online.md",
+    "docs/reproduce.md",
+    "docs/tutorials/fast.ipynb",
     "README.md",
 )
 SCHEMA = 1
