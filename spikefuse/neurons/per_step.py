@@ -42,14 +42,14 @@ class PerStep(Neuron):
 
 
 def with_inputs(neuron: Neuron, values: dict[str, Any], names: tuple[str, ...]) -> PerStep:
-    """Return `neuron` with further inputs, the values `names`; for the same neuron and names always
-    the same definition, with these `values`.
+    """Return `neuron` with further inputs, the values `names`. The definition is made once, and has
+    the other values of the last call.
 
     Args:
         values: the run-time values of the neuron.
     """
-    cache, key, others = neuron.description().cache, ("with inputs", names), {**values}
-    others.update(dict.fromkeys(names, 0.0))
+    cache, key = neuron.description().cache, ("with inputs", names)
+    others = {**values, **dict.fromkeys(names, 0.0)}
     definition: PerStep | None = cache.get(key)
     if definition is None:
         inputs = *neuron.input_names, *(f"value{i}" for i in range(len(names)))
