@@ -119,6 +119,24 @@ def _command(script: str, result: Result, *options: str) -> str:
     return f"Command: `python -m benchmarks.{script} {' '.join(words)}`."
 
 
+def pretrained(result: Result) -> Parts:
+    """Yield the card of each network that comes with spikefuse."""
+    lines = [
+        {
+            "name": f"`{row['row']}`", "licence": row["licence"],
+            "accuracy": percent(row["accuracy"], 2), "parameters": row["parameters"], "T": row["T"],
+            "rates": ", ".join(percent(rate, 1) for rate in row["rates"]),
+            "energy": " / ".join(number(1e6 * row[key]) for key in ("joules", "ann_joules")),
+        }
+        for row in result["rows"]
+    ]  # fmt: skip
+    columns = keys("name", "accuracy", "parameters", "T") | {"rates of neurons": "rates"}
+    columns |= {"µJ per example / with ReLUs": "energy", "licence of the data": "licence"}
+    yield table(lines, columns)
+    commands = (f"$ {' '.join(row['command'])}" for row in result["rows"])
+    yield "\n".join(("```console", *commands, "```"))
+
+
 def from_ann(result: Result) -> Parts:
     """Yield the accuracy of a ReLU network and of the spiking networks made of it."""
     given = result["settings"]
