@@ -153,12 +153,16 @@ def fold_norms(net: fx.GraphModule, num_dims: Mapping[fx.Node, int]) -> None:
         num_dims: of the values of nodes.
     """
     calls = [node.target for node in net.graph.nodes if node.op == "call_module"]
+    # Layers whose tensors the network reads itself, such as tied weights.
+    read = {str(n.target).rpartition(".")[0] for n in net.graph.find_nodes(op="get_attr")}
     for node in net.graph.find_nodes(op="call_module"):
         norm = net.get_submodule(node.target)
         above = node.all_input_nodes[0] if node.all_input_nodes else None
         if not isinstance(norm, BatchNorm) or norm.running_mean is None:
             continue
         if above is None or above.op != "call_module" or len(above.users) > 1:
+            continue
+        if above.target in read:
             continue
         layer = net.get_submodule(above.target)
         if calls.count(node.target) > 1 or calls.count(above.target) > 1:
