@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = f"spikefuse {arguments.command}"
     try:
         commands = {"train": _train, "eval": _eval, "predict": _predict, "export": _export}
+        commands["convert"] = _convert
         code = commands[arguments.command](arguments)
         sys.stdout.flush()
         return code
@@ -224,6 +225,23 @@ def _export(arguments: argparse.Namespace) -> int:
     out = arguments.out or path.with_name(f"{path.stem}{suffix}.{arguments.format}")
     text = export.export(network, arguments.format, out, step=arguments.step, dt=arguments.dt)
     output.write(f"wrote {out}\n{text}")
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from spikefuse.train import checkpoint, convert
+
+    for name in ("num_steps", "samples"):
+        if (value := getattr(arguments, name)) < 1:
+            raise ConfigError(f"{name} is {value}: expected a whole number of at least 1")
+    path = checkpoint.in_folder(arguments.checkpoint, checkpoint.BEST)
+    how = {f.name: getattr(arguments, f.name) for f in fields(convert.Calibration)}
+    options = RunOptions(
+        device=arguments.device, data_dir=arguments.data_dir, download=arguments.download
+    )
+    out = arguments.out or path.with_name(f"{path.stem}-spiking.ckpt")
+    loaded = checkpoint.load(path, _own_names(arguments))
+    convert.convert(loaded, convert.Calibration(**how), options, out)
     return 0
 
 

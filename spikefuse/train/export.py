@@ -68,8 +68,10 @@ def export(network: TrainedNetwork, form: str, path: Path, *, step: bool, dt: fl
             if form == "nir":
                 return _write_nir(network, inputs, path, NIR_DT if dt is None else dt)
             return _write_program(network, inputs, path, form, step)
-    except (TypeError, ValueError, NotImplementedError, torch.onnx.OnnxExporterError) as error:
-        raise ConfigError(f"the network cannot be exported as {form}: {error}") from error
+    except (TypeError, ValueError, RuntimeError) as error:
+        wraps = isinstance(error, torch.onnx.OnnxExporterError)  # in pages about itself
+        cause = (wraps and error.__cause__) or error
+        raise ConfigError(f"the network cannot be exported as {form}: {cause}") from error
 
 
 def _write_program(
@@ -84,7 +86,8 @@ def _write_program(
         assert isinstance(encoded, Tensor)
         states = net.initial_states(encoded[0])
         args, names, outputs = (encoded[0], *states), net.input_names, net.output_names
-        shapes = (*shapes, shapes * len(states))  # of x and of *states
+        if states:
+            shapes = (*shapes, shapes * len(states))  # of x and of *states
     results = net(*args)
     signature = [("input", *pair) for pair in zip(names, args, strict=True)]
     results = results if isinstance(results, tuple) else (results,)

@@ -80,6 +80,21 @@ names of the classes. nir has the layers alone.
 onnx needs pip install "spikefuse[onnx]", and nir pip install "spikefuse[nir]".
 """
 
+CONVERT_NOTES = """\
+examples:
+  spikefuse train --neuron relu --model conv --out runs/relu
+  spikefuse convert runs/relu                       writes runs/relu/best-spiking.ckpt
+  spikefuse convert runs/relu -T 32 --share 0.999 --per-channel -o spiking.ckpt
+  spikefuse eval runs/relu/best-spiking.ckpt
+
+The network must have been trained with --neuron relu, or with --neuron qcfs, a ReLU of 4 levels
+that needs only -T 4. Thresholds are chosen, and the inputs of neurons corrected, on training
+examples. The report lists for each layer of neurons the threshold, the share of activations above
+it, the rate of spikes and the error of the mean output; then, after 1, 2, 4, ... steps, the error
+of the network's output, and the accuracy on the test examples. The commands eval, predict and
+export read the result, and so does sf.load in Python.
+"""
+
 
 class _Parser(argparse.ArgumentParser):
     """Reports errors in one line, and suggests the nearest option for an unknown one."""
@@ -117,6 +132,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     _add_predict(commands)
     _add_export(commands)
+    _add_convert(commands)
     return parser
 
 
@@ -130,7 +146,7 @@ def _add_train(commands: Any) -> None:
         **_EXACT,
     )
     for f in fields(TrainConfig):
-        if f.metadata["kind"] is tuple:  # found in the files
+        if not f.metadata["help"]:  # found in the files
             continue
         if f.name in GROUPS:
             group = train.add_argument_group(GROUPS[f.name])
@@ -245,3 +261,27 @@ def _add_export(commands: Any) -> None:
     export.add_argument("--dt", type=float, metavar="N", help=text)
     text = "file to write (default: beside the checkpoint, such as best.onnx or best-step.onnx)"
     export.add_argument("-o", "--out", type=Path, metavar="FILE", help=text)
+
+
+def _add_convert(commands: Any) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="turn a trained ReLU network into a spiking one",
+        usage="%(prog)s [OPTION ...] CHECKPOINT",
+        description="Turn the ReLU network of a checkpoint into a spiking one, by sf.from_ann.",
+        epilog=CONVERT_NOTES,
+        **_EXACT,
+    )
+    _add_checkpoint(convert)
+    values: dict[str, Any] = {"type": int, "metavar": "N"}
+    text = "time steps for which thresholds are chosen (default: 8)"
+    convert.add_argument("-T", "--num-steps", default=8, help=text, **values)
+    text = "training examples that are used (default: 512)"
+    convert.add_argument("--samples", default=512, help=text, **values)
+    text = "of the activations that a threshold exceeds (default: the threshold of least error)"
+    convert.add_argument("--share", type=float, metavar="N", help=text)
+    text = "choose a threshold for each channel, not for each layer"
+    convert.add_argument("--per-channel", action="store_true", help=text)
+    text = "checkpoint to write (default: best-spiking.ckpt beside best.ckpt)"
+    convert.add_argument("-o", "--out", type=Path, metavar="FILE", help=text)
+    _add_run_options(convert, "device", "data_dir", "download")

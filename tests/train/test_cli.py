@@ -62,6 +62,7 @@ def test_help_names_every_option_with_its_default(
         (["--help"], "COMMAND"),
         (["eval", "--help"], "CHECKPOINT"),
         (["predict", "--help"], "FILE [FILE ...]"),
+        (["convert", "--help"], "sf.from_ann"),
         (["export", "--help"], "--format onnx|pt2|nir"),
         (["--version"], "spikefuse 0."),
     ],
