@@ -1,4 +1,7 @@
-"""The claims of the README: for each, how much faster ours was than the best rival of one run."""
+"""The claims of the README: how much faster ours was than the fastest rival of the same run.
+
+Beside it is the memory of that rival over ours, where it was measured.
+"""
 
 from __future__ import annotations
 
@@ -82,17 +85,20 @@ def claims(results: list[tuple[Path, dict[str, Any]]], root: Path) -> str:
         StopIteration: a claim has no row in the results.
         AssertionError: a claim has no contender.
     """
-    lines = ["| faster | than | times | on | not faster |", "| --- | --- | ---: | --- | --- |"]
+    names = ("faster", "than", "times", "its memory", "on", "not faster")
+    lines = [f"| {' | '.join(names)} |", "| --- | --- | ---: | ---: | --- | --- |"]
     for claim in CLAIMS:
-        names = (claim.benchmark, claim.on_gpu)
-        result = next(r for _, r in results if (r["benchmark"], "gpu" in r["machine"]) == names)
+        wanted = (claim.benchmark, claim.on_gpu)
+        result = next(r for _, r in results if (r["benchmark"], "gpu" in r["machine"]) == wanted)
         row = next(r for r in result["rows"] if claim.row.items() <= r.items())
         ours = best(row["contenders"], (claim.ours,), claim.kind)
         rival = best(row["contenders"], claim.rivals, claim.kind)
         assert ours is not None, claim.what
         assert rival is not None, claim.what
         ratio = sections.median(rival, claim.kind) / sections.median(ours, claim.kind)
+        peaks = rival.get("peak_bytes"), ours.get("peak_bytes")
+        memory = f"{peaks[0] / peaks[1]:.2g}×" if all(peaks) else "–"
         what = f"[{claim.what.format_map(row)}](docs/benchmarks.md#{claim.section})"
-        device = record.device(result)
-        lines.append(f"| {what} | {rival['name']} | {ratio:.2g}× | {device} | {claim.limit} |")
+        cells = (what, rival["name"], f"{ratio:.2g}×", memory, record.device(result), claim.limit)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -51,7 +51,8 @@ def main(argv: list[str] | None = None) -> Path:
     add("--steps", type=int, nargs="+", default=[4, 8, 16, 32], help="time steps (4 8 16 32)")
     add("--images", type=int, default=1000, help="for thresholds and corrections (1000)")
     add("--finetuning", type=int, default=6, help="epochs of further training (6)")
-    add("--finetuning-lr", type=float, default=0.02, help="highest learning rate of them (0.02)")
+    add("--finetuning-lr", type=float, default=0.02,
+        help="highest learning rate of them; of spikes, a tenth (0.02)")  # fmt: skip
     args = parse(parser, argv, QUICK)
     parts, described = load_images(args)
     settings = {k: v for k, v in runner.settings_of(args).items() if k not in PLACES}
@@ -75,6 +76,8 @@ def rows(args: argparse.Namespace, parts: Any) -> Iterator[Record]:
         seconds = sum(row["seconds"] for row in _trained(quantized))
         net, _ = converted(run, quantized.net.eval(), fewest)
         yield result(run, QUANTIZED, net, fewest, seconds)
+        options = copy.copy(options)
+        options.lr /= 10  # its norms are folded
         spiking = FurtherRun(converted(run, run.net, fewest)[0], TRAINED, seed, options, *parts)
         seconds = sum(row["seconds"] for row in _trained(spiking))
         yield result(run, TRAINED, spiking.net.eval(), fewest, seconds)

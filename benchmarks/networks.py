@@ -15,7 +15,8 @@ evaluation step is forward without gradients, and the classes. float32 has TF32 
 PyTorch's default; bfloat16 uses autocast, as in the trainer.
 
 SpikingJelly is measured if it is installed, by its function on views of the same tensors: with a
-float32 state, and with explicit precision (see `benchmarks.jelly`). "ReLU and batch norm" is the
+float32 state, with explicit precision (see `benchmarks.jelly`), and with what its `memopt` makes of
+the latter, which recomputes in backward and stores spikes as bits. "ReLU and batch norm" is the
 same network with ReLUs in place of neurons, on a batch T times as large; "convolutions alone" has
 no norms either. Both libraries' networks are also compiled by torch.compile, that with ReLUs in
 mode="reduce-overhead", too, which replays what it has recorded.
@@ -54,13 +55,14 @@ from benchmarks.runner import (
 )
 from benchmarks.steps import STEPS, Network, Task
 from spikefuse import memory
-from spikefuse.models import MODELS
+from spikefuse.models import MODELS, blocks
 
 FUSED = f"{OURS}, fused"
 INDUCTOR = f"{FUSED}, Inductor"
 RELU, CONVOLUTIONS = "ReLU and batch norm", "convolutions alone"
 COMPILED, REDUCED = f"{RELU}, torch.compile", f"{RELU}, reduce-overhead"
 JELLY_COMPILED = f"{jelly.PRECISION}, torch.compile"
+JELLY_MEMORY = {level: f"SpikingJelly, memopt level {level}" for level in (1, 4)}
 # Networks that replay their own recordings run in a plain loop only.
 REPLAYED = (INDUCTOR, REDUCED)
 
@@ -227,7 +229,42 @@ def relu(task: WorkloadTask) -> Network:
 
 
 precise = partial(spikingjelly, precision=True)
-NUM_USUAL = 10
+
+
+class Group(nn.Sequential):
+    """A layer, its norm and its neurons."""
+
+
+def checkpointed(task: WorkloadTask, level: int) -> Network:
+    """Let SpikingJelly's `memopt` choose what to recompute and which spikes to store as bits.
+
+    It may recompute residual blocks, and each other layer with its norm and neurons. Time cannot be
+    split, as it is folded into the batch; level 4 measures which blocks it need not recompute.
+    """
+    (memopt,) = jelly.spikingjelly("memopt")
+    network = precise(task)
+    groups: list[nn.Module] = []
+    for module in network.net.children():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm | jelly.Function):
+            groups[-1] = Group(*(groups[-1] if isinstance(groups[-1], Group) else groups[-1:]))
+            groups[-1].append(module)
+        else:
+            groups.append(module)
+    net = nn.Sequential(*groups).train()
+
+    def example(net: nn.Module) -> Tensor:
+        with task.autocast():
+            return net(task.x.flatten(0, 1))
+
+    targets = (Group, blocks.Residual)
+    memopt.optimize_memory(net, targets, example, level=level, can_chunk=lambda module: False)
+    task.restore(network.net)
+    call = stateless(net).call
+    equivalent = partial(precise, task)
+    return replace(network, call=call, neuron=None, equivalent=equivalent)
+
+
+NUM_USUAL = 12
 # A network that cannot be made raises an exception with the reason.
 NETWORKS: dict[str, Callable[[WorkloadTask], Network]] = {
     FUSED: partial(spiking, fused=True),
@@ -236,6 +273,7 @@ NETWORKS: dict[str, Callable[[WorkloadTask], Network]] = {
     jelly.FUNCTION: spikingjelly,
     jelly.PRECISION: precise,
     JELLY_COMPILED: partial(compiled, precise),
+    **{name: partial(checkpointed, level=level) for level, name in JELLY_MEMORY.items()},
     RELU: relu,
     COMPILED: partial(compiled, relu),
     REDUCED: partial(compiled, relu, mode="reduce-overhead"),

@@ -62,6 +62,8 @@ def mebibytes(value: int | None) -> str:
 
 
 def times(value: float | None, digits: int = 2) -> str:
+    if value and value < 0.1:
+        return f"{value:.1g}×"
     return f"{value:.{digits}f}×" if value else "–"
 
 
@@ -319,7 +321,8 @@ def networks(result: Result) -> Parts:
 def recorded_steps(result: Result) -> Parts:
     """Yield the training steps of the first network: a line for each way to run them."""
     rows = next(iter(grouped(result["rows"], "workload").values()))
-    names = [f"{OURS}, eager", f"{OURS}, fused, eager", f"{OURS}, fused, sf.graph_step"]
+    ways = (f"{OURS}, eager", f"{OURS}, fused, eager", f"{OURS}, fused, sf.graph_step")
+    names = [n for n in ways if all(n in by_name(r) for r in rows)]
     yield (
         f"A training step of {rows[0]['model']}, T = {rows[0]['T']}, batches of "
         f"{rows[0]['batch']}, wall-clock milliseconds:"

@@ -126,6 +126,14 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
         each(training_sections.spoken_digits, "accuracy over seconds"),
         SCRIPT.format("spoken_digits --seeds 0 1 2"),
     ),
+    "pretrained": (
+        "pretrained", each(training_sections.pretrained), SCRIPT.format("pretrained")
+    ),
+    "from-ann": (
+        "from_ann",
+        each(training_sections.from_ann),
+        SCRIPT.format("from_ann --model resnet18 --epochs 60"),
+    ),
     "accuracy": (
         "accuracy*",
         each(training_sections.accuracy, "accuracy over seconds"),

@@ -21,6 +21,7 @@ from benchmarks.sections import (
     mebibytes,
     number,
     origin,
+    percent,
     picture,
     table,
     times,
@@ -118,6 +119,40 @@ def _command(script: str, result: Result, *options: str) -> str:
     return f"Command: `python -m benchmarks.{script} {' '.join(words)}`."
 
 
+def pretrained(result: Result) -> Parts:
+    """Yield the card of each network that comes with spikefuse."""
+    lines = [
+        {
+            "name": f"`{row['row']}`", "licence": row["licence"],
+            "accuracy": percent(row["accuracy"], 2), "parameters": row["parameters"], "T": row["T"],
+            "rates": ", ".join(percent(rate, 1) for rate in row["rates"]),
+            "energy": " / ".join(number(1e6 * row[key]) for key in ("joules", "ann_joules")),
+        }
+        for row in result["rows"]
+    ]  # fmt: skip
+    columns = keys("name", "accuracy", "parameters", "T") | {"rates of neurons": "rates"}
+    columns |= {"µJ per example / with ReLUs": "energy", "licence of the data": "licence"}
+    yield table(lines, columns)
+    commands = (f"$ {' '.join(row['command'])}" for row in result["rows"])
+    yield "\n".join(("```console", *commands, "```"))
+
+
+def from_ann(result: Result) -> Parts:
+    """Yield the accuracy of a ReLU network and of the spiking networks made of it."""
+    given = result["settings"]
+    yield f"{given['model']} on {given['data']}, {given['epochs']} epochs:"
+    columns = {"network": "name", "T": "steps", "accuracy": "right", "seconds": "seconds"}
+    lines = [
+        row
+        | {
+            "steps": "–" if row["name"] == "relu" else row["T"],
+            "right": percent(row["accuracy"], 2),
+        }
+        for row in result["rows"]
+    ]
+    yield table(lines, columns)
+
+
 def spoken_digits(result: Result) -> Parts:
     """Yield a line for each network: the last accuracy of every seed, and its speed."""
     settings, lines = result["settings"], []
@@ -173,16 +208,21 @@ def accuracy(result: Result) -> Parts:
 
 
 def papers(results: Results, root: Path) -> str:
-    """A row per recipe, the paper's figures beside ours, and where ours were measured."""
+    """A row per measured recipe, the paper's figures beside ours, and where ours were measured."""
     rows = {result["settings"]["recipe"]: result["rows"] for _, result in results}
-    lines, origins = [], []
+    lines, origins, others = [], [], []
     for recipe, (printed, paper_seconds) in PAPERS.items():
-        found = rows.get(recipe, ())
+        theirs = None if printed is None else f"{printed:.2f}%"
+        if recipe not in rows:
+            others.append(f"`{recipe}`" + ("" if theirs is None else f" ({theirs})"))
+            continue
+        found = rows[recipe]
         lines.append({
-            "recipe": f"`{recipe}`", "theirs": None if printed is None else f"{printed:.2f}%",
-            "accuracy": by_seed([row["test_accuracy"] for row in found]) or None,
+            "recipe": f"`{recipe}`", "theirs": theirs,
+            "accuracy": by_seed([row["test_accuracy"] for row in found]),
             "paper": paper_seconds,
-            "seconds": ", ".join(number(row["training_seconds"]) for row in found) or None,
+            "seconds": ", ".join(number(row["training_seconds"]) for row in found),
+            "minutes": sum(row["seconds"] for row in found) / 60,
         })  # fmt: skip
     for path, result in results:
         links = [link.removeprefix("!") for link in picture(path, root, "Curve")]
@@ -191,6 +231,9 @@ def papers(results: Results, root: Path) -> str:
         text = ". ".join([f"{origin(result)}, seed{plural} {seeds}", *links])
         origins.append(f"- `{result['settings']['recipe']}`: {text}.")
     columns: Columns = {"recipe": "recipe", "paper's accuracy": "theirs",
-                        f"ours, {BY_SEED}": "accuracy",
-                        "paper's training seconds": "paper", "ours": "seconds"}  # fmt: skip
-    return "\n\n".join([table(lines, columns), "\n".join(origins)]).rstrip()
+                        f"ours, {BY_SEED}": "accuracy", "paper's training seconds": "paper",
+                        "ours": "seconds", "minutes, all seeds": "minutes"}  # fmt: skip
+    shown = [table(lines, columns), "\n".join(origins)] if lines else []
+    if others:
+        shown.append(f"Not measured, with the paper's accuracy: {', '.join(others)}.")
+    return "\n\n".join(shown)

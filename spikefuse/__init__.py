@@ -77,8 +77,10 @@ if _TYPE_CHECKING:
     from spikefuse.transforms.export import exportable
     from spikefuse.transforms.from_ann import from_ann
     from spikefuse.transforms.graph_step import graph_step
+    from spikefuse.transforms.integers import to_integers
     from spikefuse.transforms.nir_read import from_nir
     from spikefuse.transforms.nir_write import to_nir
+    from spikefuse.transforms.quantize import quantize
     from spikefuse.transforms.spiking import spiking
     from spikefuse.transforms.unroll import unroll_integer_spikes
 
@@ -146,11 +148,13 @@ __all__ = [
     "models",
     "plasticity",
     "plots",
+    "quantize",
     "record",
     "report",
     "source",
     "spiking",
     "surrogate",
+    "to_integers",
     "to_nir",
     "train",
     "unroll_integer_spikes",
@@ -173,10 +177,12 @@ _FUNCTIONS = {
     "from_nir": "transforms.nir_read",
     "graph_step": "transforms.graph_step",
     "load": "train.predict",
+    "quantize": "transforms.quantize",
     "record": "inspect.record",
     "report": "inspect.report",
     "source": "inspect.source",
     "spiking": "transforms.spiking",
+    "to_integers": "transforms.integers",
     "to_nir": "transforms.nir_write",
     "unroll_integer_spikes": "transforms.unroll",
 }

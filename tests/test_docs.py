@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 import spikefuse as sf
 from spikefuse import testing
@@ -342,6 +343,15 @@ def test_figures_are_up_to_date() -> None:
     current = f"<dc:description>{figures['digest'](figures['measured']())}</dc:description>"
     stale = [name for name, text in found.items() if current not in text]
     assert stale == [], "run python docs/site/figures.py"
+
+
+def test_behaviour_of_neurons_is_up_to_date() -> None:
+    """The page shows every model, drawn by the current script."""
+    behaviour = runpy.run_path(str(ROOT / "docs" / "site" / "behaviour.py"))
+    assert behaviour["PAGE"].read_text() == behaviour["page"](), "run docs/site/behaviour.py"
+    shown = {path.stem: Image.open(path).text for path in behaviour["FOLDER"].iterdir()}
+    drawn_by = {"Description": behaviour["digest"]()}
+    assert shown == dict.fromkeys(behaviour["MODELS"], drawn_by)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spikefuse._torch import constant_result, refuse_data_parallel
 from spikefuse.neurons.description import Description, read
+from spikefuse.neurons.fixed_point import fixed_point
 from spikefuse.neurons.parameters import Holder
 
 Outputs = tuple[Tensor, ...]
@@ -150,6 +151,9 @@ class Neuron(Holder):
         if self._exposed is not None:
             self._exposed.update(values)
 
+    #: Bits of the states if they are numbers in fixed point, else 0. The attribute `v_step` is the
+    #: step of the state `v`, see `spikefuse.quantize`.
+    state_bits: int = 0
     #: Names of the outputs, new states and exposed values that the step returns, none for its
     #: outputs.
     _selected: tuple[str, ...] = ()
@@ -316,10 +320,17 @@ def call_step(neuron: Neuron, inputs: tuple[Tensor, ...], states: States) -> tup
             f"{name}.step returned {len(result[1])} new states, but {len(expected)} are declared "
             f"({', '.join(expected)})"
         )
+    states = result[1]
+    if neuron.state_bits:
+        limit, steps = 2 ** (neuron.state_bits - 1), [f"{name}_step" for name in expected]
+        states = tuple(
+            fixed_point(state, getattr(neuron, step), -limit, limit - 1)
+            for state, step in zip(states, steps, strict=True)
+        )
     if neuron._selected:
-        outputs = _select(neuron, outputs, result[1], exposed)
+        outputs = _select(neuron, outputs, states, exposed)
     like = inputs[0]
-    return tuple(_like(y, like) for y in outputs), tuple(_like(s, like) for s in result[1])
+    return tuple(_like(y, like) for y in outputs), tuple(_like(s, like) for s in states)
 
 
 def _like(value: Tensor, like: Tensor) -> Tensor:

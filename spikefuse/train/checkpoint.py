@@ -36,6 +36,8 @@ EARLIER = {"decay_all": True}
 LAST = "last.ckpt"
 BEST = "best.ckpt"
 LOCK = ".lock"
+# Networks that come with spikefuse: files NAME.ckpt.
+PRETRAINED = Path(spikefuse.__file__).parent / "models" / "weights"
 
 # Entries of an archive of torch.save, below a folder; and what a pickle in it may name. PyTorch
 # allows more, such as torch.Tensor(size) and bytearray(size), which allocate any size, and storages
@@ -115,8 +117,15 @@ class LoadedRun:
 
 
 def in_folder(path: Path, name: str) -> Path:
-    """Return the checkpoint of a name in a run's folder, or the path itself if it is no folder."""
-    return path / name if path.is_dir() else path
+    """Return the checkpoint of a name in a run's folder, or the path itself if it is no folder.
+
+    A path that does not exist may be the name of a network that comes with spikefuse.
+    """
+    if path.is_dir():
+        return path / name
+    pretrained = PRETRAINED / f"{path.name}.ckpt"
+    known = len(path.parts) == 1 and not path.exists() and pretrained.is_file()
+    return pretrained if known else path
 
 
 def load(path: Path, names: Mapping[str, str | None] | None = None) -> LoadedRun:
@@ -136,7 +145,8 @@ def load(path: Path, names: Mapping[str, str | None] | None = None) -> LoadedRun
         own.register(setting, given[setting])
     hint = f"expected {LAST} or {BEST} from a run of spikefuse train"
     if not path.is_file():
-        raise ConfigError(f"checkpoint {path} does not exist: {hint}")
+        names = ", ".join(sorted(file.stem for file in PRETRAINED.glob("*.ckpt")))
+        raise ConfigError(f"checkpoint {path} does not exist: {hint}, or one of {names}")
     try:
         file = io.BytesIO(path.read_bytes())
     except OSError as error:

@@ -113,7 +113,8 @@ def load(
     module executes it.
 
     Args:
-        path: `best.ckpt` or `last.ckpt` of a run, or its folder, for `best.ckpt`.
+        path: `best.ckpt` or `last.ckpt` of a run, or its folder, for `best.ckpt`; or the name of a
+            network that comes with spikefuse, such as "digits-conv", see docs/models.md.
         device: where the network goes; "auto" is CUDA if available.
         model: your own model, "module:builder", found from the working directory.
         dataset: your own dataset, "module:dataset".

@@ -418,6 +418,8 @@ def neuron_node(nir: ModuleType, neuron: Neuron, dt: float, shape: list[int]) ->
         raise Refusal(
             "NIR has no such neuron: use sf.LIF, sf.PLIF, sf.IF, sf.CubaLIF or sf.LI, and train it"
         )
+    if neuron.state_bits:
+        raise Refusal("its states are rounded, and NIR's are not: pass the network before quantize")
     values = {name: _per_neuron(value, shape) for name, value in neuron.values().items()}
     firing = {}
     if isinstance(neuron, _FIRING):

@@ -36,6 +36,7 @@ SCRIPTS = (
     "neurons first_call --backend numba --neurons LIF",
     "online time --rules sltt",
     "reproduce temporal-fusion-mnist-resnet18",
+    "pretrained",
 )
 SHARED = ("parallel data", "parallel time", "events sharded --largest 300")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import subprocess
 import sys
@@ -16,11 +17,12 @@ import torch
 from PIL import Image
 
 import spikefuse as sf
+from benchmarks import record
 from spikefuse.data import DATASETS, DataError, Dataset, Frames, Slicing, to_frames
 from spikefuse.data.nmnist import read_nmnist
 from spikefuse.train import predict
 from spikefuse.train.batches import encode
-from spikefuse.train.checkpoint import KEY
+from spikefuse.train.checkpoint import KEY, PRETRAINED
 from spikefuse.train.classifier import Classifier
 from spikefuse.train.cli import main
 from spikefuse.train.config import TrainConfig
@@ -130,6 +132,21 @@ def test_errors_of_load(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_networks_that_come_with_spikefuse(images: torch.Tensor, tmp_path: Path) -> None:
+    """Their files are those that were measured, and their names stand for them."""
+    (result,) = record.RESULTS.glob("pretrained-*.json")
+    rows = {row["row"]: row for row in record.read(result)["rows"]}
+    files = {path.stem: path.read_bytes() for path in PRETRAINED.iterdir()}
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    assert hashes == {name: row["sha256"] for name, row in rows.items()}
+    test = sf.data.load("digits")[1]
+    right = (sf.load("digits-conv")(test.pixels).argmax(1) == test.labels).float().mean()
+    assert right == pytest.approx(rows["digits-conv"]["accuracy"], abs=0.01)
+    assert main(["predict", "digits-conv", str(tmp_path / "photos")]) == 0
+    with pytest.raises(ConfigError, match=r"does not exist: .* or one of digits-conv"):
+        sf.load("digits-con")
+
+
 def test_load_without_a_gpu(trained: Path) -> None:
     with pytest.raises(ConfigError, match="finds no CUDA GPU: choose auto or cpu"):
         sf.load(trained, "cuda")

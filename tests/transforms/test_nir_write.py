@@ -171,7 +171,14 @@ def test_feedback_becomes_a_cycle() -> None:
     assert_same(Feedback(nn.Identity(), sf.LIF(0.5, 0.8)), sequence(6))
 
 
+def of_few_bits() -> sf.LIF:
+    neuron = sf.LIF()
+    neuron.state_bits, neuron.v_step = 8, 1 / 64
+    return neuron
+
+
 REFUSED = {
+    "'0' (LIF): its states are rounded": of_few_bits,
     "'0' (LIF): its reset is soft": lambda: sf.LIF(reset="soft"),
     "'0' (ALIF): NIR has no such neuron: use sf.LIF": sf.ALIF,
     "'0' (DelayedResetLIF): its reset is soft": sf.DelayedResetLIF,

@@ -1,0 +1,190 @@
+"""Round weights and states to few bits while a network trains."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
+
+from spikefuse._torch import children_of
+from spikefuse.kernels.norm import BatchNorm
+from spikefuse.neurons.definition import Neuron
+from spikefuse.neurons.description import owners
+from spikefuse.neurons.fixed_point import fixed_point
+from spikefuse.neurons.learnable import Learnable
+from spikefuse.neurons.surrogate import Surrogate
+from spikefuse.nn.call import Observer, Scan, observing
+from spikefuse.nn.recurrent import Recurrent
+from spikefuse.nn.temporal import Temporal
+from spikefuse.transforms.ann_graph import fold_norms, traced
+
+#: Layers whose weights are quantized; dim 0 is that of their outputs.
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Recurrent)
+
+
+@torch.no_grad()
+def quantize(net: Temporal, x: Tensor, weights: int | None = 8, states: int | None = 8) -> Temporal:
+    """Return a copy of a trained network whose weights and states are numbers of few bits.
+
+    Train the copy for some more epochs (quantization-aware training). It computes in float32 with
+    rounded values, through whose rounding gradients pass, except where a value saturates.
+
+    - Weights are integers from -m to m, m = 2^(weights - 1) - 1, times a step for each output of
+      the layer: with 2 bits, they are ternary. Biases have 24 bits, of 2^(weights - 8) times that
+      step. Batch norms are folded into the layer in front of them.
+    - States are rounded at the end of each time step to signed integers, which saturate, times one
+      step for each state of a neuron.
+    - Parameters of neurons are rounded to 8 significant bits, and no longer learned.
+
+    Steps are powers of two: those with the least square error of the weights, and of the states
+    that `x` causes. `sf.to_integers` returns the integers.
+
+    Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
+    Integer-Arithmetic-Only Inference", CVPR 2018; Venkatesh et al., "SQUAT: Stateful
+    Quantization-Aware Training in Recurrent Spiking Neural Networks", NICE 2024 (states).
+
+    Example::
+
+        net = sf.Temporal(nn.Sequential(nn.Linear(64, 32), sf.LIF(0.9), nn.Linear(32, 10)))
+        quantized = sf.quantize(net, torch.rand(8, 100, 64), weights=4, states=8)
+
+    Args:
+        net: a trained network. It remains as it is.
+        x: examples `[T, B, ...]`.
+        weights: bits of weights, from 2 to 8; None to leave them and the norms as they are.
+        states: bits of states, from 2 to 16; None to leave neurons as they are.
+
+    Raises:
+        TypeError: `net` is not a `Temporal`.
+        ValueError: bits are out of range, a neuron is not called, torch.fx cannot trace a network
+            with norms, or a layer with parameters is none that can be quantized.
+    """
+    if not isinstance(net, Temporal):
+        raise TypeError(f"net is {net!r}: expected a spikefuse.Temporal")
+    for name, bits, most in (("weights", weights, 8), ("states", states, 16)):
+        if bits is not None and not (type(bits) is int and 2 <= bits <= most):
+            raise ValueError(f"{name} is {bits!r}: expected bits from 2 to {most}, or None")
+    result = copy.deepcopy(net).eval()
+    if weights is not None:
+        if any(isinstance(module, BatchNorm) for module in result.modules()):
+            _fold(result, x)
+        _quantize_weights(result, weights)
+    if states is not None:
+        _quantize_states(result, x, states)
+    return result.train(net.training)
+
+
+class FixedPoint(nn.Module):
+    """Round a parameter to multiples of a step for each row, a parametrization."""
+
+    def __init__(self, step: Tensor, bits: int) -> None:
+        super().__init__()
+        self.step, self.most = nn.Buffer(step), 2 ** (bits - 1) - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = self.step.to(x.dtype).view(-1, *[1] * (x.ndim - 1))
+        return fixed_point(x, step, -self.most, self.most)
+
+
+def _fold(net: Temporal, x: Tensor) -> None:
+    """Fold the batch norms of a network into the layers in front of them."""
+    dims: dict[nn.Module, int] = {}
+    linear = [module for module in net.modules() if isinstance(module, nn.Linear)]
+    hooks = [m.register_forward_hook(lambda m, _, y: dims.update({m: y.ndim})) for m in linear]
+    net(x[:1], impl="reference")
+    for hook in hooks:
+        hook.remove()
+    graph = traced(net.net)
+    calls = graph.graph.find_nodes(op="call_module")
+    fold_norms(graph, {n: dims.get(graph.get_submodule(str(n.target)), 0) for n in calls})
+    folded = dict(graph.named_modules())
+    for name, module in [*net.net.named_modules()]:
+        if isinstance(module, LAYERS) and name in folded:
+            net.net.set_submodule(name, folded[name])
+        elif isinstance(module, BatchNorm) and name not in folded:
+            net.net.set_submodule(name, nn.Identity())
+
+
+def _quantize_weights(net: Temporal, bits: int) -> None:
+    for name, layer in [*net.named_modules()]:
+        if isinstance(layer, LAYERS):
+            step = best_step(layer.weight.flatten(1).float(), bits)
+            register_parametrization(layer, "weight", FixedPoint(step, bits))
+            if layer.bias is not None:
+                step = step if step.shape == layer.bias.shape else step.amin().expand_as(layer.bias)
+                register_parametrization(layer, "bias", FixedPoint(step * 2.0 ** (bits - 8), 24))
+        elif isinstance(layer, Neuron | Surrogate | Learnable):
+            continue
+        elif isinstance(layer, BatchNorm) or [*layer.parameters(recurse=False)]:
+            raise ValueError(
+                f"'{name}' is a {type(layer).__name__}, which cannot be quantized: expected "
+                f"{', '.join(kind.__name__ for kind in LAYERS)}, a batch norm right behind one, or "
+                "a neuron"
+            )
+
+
+class _StateSteps(Observer):
+    """Chooses the steps of the states of each neuron that runs."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def scan(self, neuron: Any, scan: Scan, arguments: Any, wanted: Any) -> Any:
+        if names := tuple(neuron.states):
+            states = scan(arguments, wanted._replace(outputs=names)).outputs
+            for name, state in zip(names, states, strict=True):
+                step = best_step(state.float().reshape(1, -1), self.bits)
+                setattr(neuron, f"{name}_step", step.squeeze())
+        return super().scan(neuron, scan, arguments, wanted)
+
+
+def _quantize_states(net: Temporal, x: Tensor, bits: int) -> None:
+    neurons = {name: m for name, m in net.named_modules() if isinstance(m, Neuron) and m.states}
+    for neuron in neurons.values():
+        _round_parameters(neuron)
+    with observing(_StateSteps(bits)):
+        net(x, impl="reference")  # compiles nothing
+    for name, neuron in neurons.items():
+        if not all(hasattr(neuron, f"{state}_step") for state in neuron.states):
+            raise ValueError(f"'{name}' is not called, so that the range of its states is unknown")
+        neuron.state_bits = bits
+
+
+def _round_parameters(neuron: Neuron) -> None:
+    """Round the parameters of a neuron, except for those of its surrogate."""
+    for part in [part for _, part in owners(neuron) if not isinstance(part, Surrogate)]:
+        for name, value in [*children_of(part).items(), *vars(part).items()]:
+            if isinstance(value, Learnable):
+                setattr(part, name, nn.Parameter(value().clone()))
+            elif isinstance(value, float):
+                setattr(part, name, _rounded(torch.tensor(value)).item())
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            tensor.requires_grad_(False).copy_(_rounded(tensor))
+
+
+def _rounded(value: Tensor) -> Tensor:
+    """Round to 8 significant bits."""
+    unit = _power_of_two(value.abs()) / 256
+    return (value / unit).round() * unit
+
+
+def _power_of_two(value: Tensor) -> Tensor:
+    """The least power of two above a positive value, exactly; 1 for 0."""
+    return torch.where(value > 0, value / torch.frexp(value).mantissa, 1.0)
+
+
+def best_step(rows: Tensor, bits: int) -> Tensor:
+    """Return for each row `[R, N]` the power of two whose multiples, by integers of `bits` bits,
+    are closest to the values by their square error."""
+    most = 2 ** (bits - 1) - 1
+    best = step = _power_of_two(rows.abs().amax(1) / most)
+    least = torch.full_like(best, torch.inf)
+    for _ in range(8):
+        unit = step.unsqueeze(1)
+        error = ((rows / unit).round().clamp(-most, most) * unit - rows).square().sum(1)
+        best, least = torch.where(error < least, step, best), torch.minimum(error, least)
+        step = step / 2
+    return best

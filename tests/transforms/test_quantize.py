@@ -1,0 +1,163 @@
+"""Weights and states of few bits: values from loops over all candidates, and refused layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spikefuse as sf
+
+
+class Own(sf.Neuron):
+    """A user's neuron: two states, a learned parameter, and one per channel."""
+
+    v, w = sf.State(), sf.State()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay: Any = sf.LearnableFraction(0.9)
+        self.gain = nn.Parameter(torch.linspace(0.3, 0.7, 6))
+        self.surrogate, self.rho = sf.surrogate.Arctan(), 0.97
+
+    def step(self, x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        h = self.decay * v + x - self.gain * w
+        s = self.surrogate(h - 1.0)
+        return s, (h * (1 - s), self.rho * w + s)
+
+
+class Net(nn.Module):
+    """A network with code of its own, norms and a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.own, self.hidden, self.norm2 = Own(), nn.Linear(6, 5), nn.BatchNorm1d(5)
+        self.recurrent, self.out = sf.Recurrent(sf.LIF(0.9), 5, bias=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.own(self.norm(self.conv(x))).mean((2, 3))
+        y: Tensor = self.out(self.recurrent(self.norm2(self.hidden(x))))
+        return y
+
+
+def made() -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    net: Any = sf.Temporal(Net())
+    x = torch.randn(6, 8, 2, 4, 4)
+    with torch.no_grad():
+        net(x, impl="reference")  # running statistics
+        net.net.norm.weight.uniform_(0.5, 2.0)
+    return net, x
+
+
+def nearest(row: np.ndarray, most: int) -> np.ndarray:
+    """The multiples of a power of two that are closest to a row."""
+    candidates = [
+        np.clip(np.rint(row / step), -most, most) * step for step in 2.0 ** np.arange(-12, 4)
+    ]
+    return min(candidates, key=lambda values: float(((values - row) ** 2).sum()))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_weights(bits: int) -> None:
+    net, x = made()
+    before = copy.deepcopy(net.state_dict())
+    result: Any = sf.quantize(net, x, bits, None)
+    assert result.training
+    assert result.net.norm.__class__ is nn.Identity
+    assert all(map(torch.equal, before.values(), net.state_dict().values()))
+    layer, most = result.net.out, 2 ** (bits - 1) - 1
+    steps = layer.parametrizations.weight[0].step
+    for i, row in enumerate(net.net.out.weight.detach().double().numpy()):
+        assert layer.weight[i].tolist() == nearest(row, most).tolist()
+        units = layer.weight[i] / steps[i]
+        assert units.abs().max() <= most
+        assert torch.equal(units, units.round())
+        fine = 2.0 ** (bits - 8) * steps[i].item()
+        bias = net.net.out.bias[i].item()
+        assert layer.bias[i].item() == np.rint(bias / fine) * fine
+
+
+def test_gradients_pass_and_stop_at_the_limits() -> None:
+    net: Any = sf.Temporal(nn.Linear(3, 1, bias=False))
+    with torch.no_grad():
+        net.net.weight.copy_(torch.tensor([[0.2, -0.9, 1.0]]))
+    result: Any = sf.quantize(net, torch.ones(1, 1, 3), weights=2)
+    assert result.net.weight.tolist() == [[0, -1, 1]]
+    original = result.net.parametrizations.weight.original
+    with torch.no_grad():
+        original[0, 2] = 1.8  # saturates
+    result(torch.tensor([[[1.0, 2.0, 3.0]]])).sum().backward()
+    assert result.net.weight.tolist() == [[0, -1, 1]]
+    assert original.grad.tolist() == [[1, 2, 0]]
+
+
+@torch.no_grad()
+def test_folded_norms_and_rounded_states() -> None:
+    net, x = made()
+    net.eval()
+    result: Any = sf.quantize(net, x, 8, 8)
+    assert not result.training
+    y, expected = result(x, impl="reference"), net(x, impl="reference")
+    assert (y - expected).norm() < 0.3 * expected.norm()  # some spikes differ
+    unrounded: Any = sf.quantize(net, x, None, 16)
+    assert isinstance(unrounded.net.norm, nn.BatchNorm2d)
+    for bits, quantized in ((8, result), (16, unrounded)):
+        own = quantized.net.own
+        inputs = 3 * torch.randn(9, 2, 6, 4, 4)
+        _, v, w = own(inputs, outputs=("spikes", "v", "w"), impl="reference")
+        for name, state in (("v", v), ("w", w)):
+            step = getattr(own, f"{name}_step").item()
+            units = state / step
+            assert np.frexp(step)[0] == 0.5
+            assert torch.equal(units, units.round())
+            assert units.min() >= -(2 ** (bits - 1))
+            assert units.max() < 2 ** (bits - 1)
+        assert own.rho == 248 / 256
+        assert own.decay.item() == 230 / 256
+        assert not any(p.requires_grad for p in own.parameters())
+        lif = quantized.net.recurrent.neuron
+        assert lif.state_bits == bits
+        assert lif.v_step > 0
+
+
+@torch.no_grad()
+def test_state_dict_holds_the_steps() -> None:
+    net, x = made()
+    trained, other = sf.quantize(net, x), sf.quantize(net, 100 * x)
+    other.load_state_dict(trained.state_dict())
+    assert torch.equal(trained(x, impl="reference"), other(x, impl="reference"))
+
+
+def test_refusals() -> None:
+    x = torch.rand(2, 3, 4)
+
+    def temporal(*layers: nn.Module) -> sf.Temporal:
+        return sf.Temporal(nn.Sequential(*layers))
+
+    with pytest.raises(TypeError, match=r"net is Linear.*: expected a spikefuse\.Temporal"):
+        sf.quantize(nn.Linear(4, 4), x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="weights is 9: expected bits from 2 to 8"):
+        sf.quantize(temporal(nn.Linear(4, 4)), x, weights=9)
+    with pytest.raises(ValueError, match="states is True"):
+        sf.quantize(temporal(nn.Linear(4, 4)), x, states=True)
+    with pytest.raises(ValueError, match=r"'net.1' is a LayerNorm, which cannot be quantized"):
+        sf.quantize(temporal(nn.Linear(4, 4), nn.LayerNorm(4)), x)
+    with pytest.raises(ValueError, match=r"'net.0' is a BatchNorm1d, which cannot"):
+        sf.quantize(temporal(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 4)), x)
+    quantized = sf.quantize(temporal(nn.Linear(4, 4)), x)
+    with pytest.raises(ValueError, match="which cannot be quantized"):
+        sf.quantize(quantized, x)
+
+    class Unused(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.lif = sf.LIF()
+
+    with pytest.raises(ValueError, match=r"'net.lif' is not called"):
+        sf.quantize(sf.Temporal(Unused()), x)
