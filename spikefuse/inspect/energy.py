@@ -83,24 +83,14 @@ def estimate(rows: Iterable[Any], hardware: str | Hardware, weights: Memory) -> 
     layers = {row.name: joules(row.accumulates, row.multiplies, row.accesses) for row in rows}
     ann = [joules(0.0, row.ann, row.ann_accesses) for row in rows]
     total, of_ann = ({n: sum(x[n] for x in xs) for n in names} for xs in (layers.values(), ann))
-    return {
-        "hardware": asdict(known),
-        "weights": weights,
-        "layers": layers,
-        "total": total,
-        "ann": of_ann,
-    }
+    stated = {"hardware": asdict(known), "weights": weights}
+    return {**stated, "layers": layers, "total": total, "ann": of_ann}
 
 
 def as_dict(report: Any) -> dict[str, Any]:
     """Return the numbers of a report, and the estimates for all hardware, for JSON."""
     names = "samples", "not_counted", "accumulates", "multiplies", "ann", "energy", "ann_energy"
-    return {
-        **{name: getattr(report, name) for name in (*names, "parameters")},
-        "layers": [*map(asdict, report.layers)],
-        "estimates": {
-            f"{name}, weights in {weights}": report.estimate(name, weights)
-            for name in HARDWARE
-            for weights in ("sram", "dram")
-        },
-    }
+    sums = {name: getattr(report, name) for name in (*names, "parameters")}
+    pairs = [(name, weights) for name in HARDWARE for weights in ("sram", "dram")]
+    estimates = {f"{name}, weights in {w}": report.estimate(name, w) for name, w in pairs}
+    return {**sums, "layers": [*map(asdict, report.layers)], "estimates": estimates}

@@ -134,9 +134,9 @@ class Report:
             weights: whether weights are in "sram" or in "dram"; states and spikes are in SRAM.
 
         Returns:
-            A dict for JSON: "hardware" with its source, "layers" with the joules of "operations",
-            "weights", "states" and "spikes" and their "total" by layer, and the sums of all layers,
-            "total", and of the same network without spikes, "ann". `Accesses` says what is counted.
+            A dict for JSON: "layers" has the joules of "operations", "weights", "states", "spikes"
+            and their "total" by layer, "total" and "ann" the sums of all layers and of the same
+            network without spikes. `Accesses` says what is counted.
 
         Raises:
             ValueError: an argument has another value.

@@ -222,10 +222,15 @@ def _export(arguments: argparse.Namespace) -> int:
     path = checkpoint.in_folder(arguments.checkpoint, checkpoint.BEST)
     network = predict.load(path, model=arguments.model, dataset=arguments.dataset)
     suffix = "-step" if arguments.step else ""
-    out = arguments.out or path.with_name(f"{path.stem}{suffix}.{arguments.format}")
+    out = _beside(path, arguments, f"{path.stem}{suffix}.{arguments.format}")
     text = export.export(network, arguments.format, out, step=arguments.step, dt=arguments.dt)
     output.write(f"wrote {out}\n{text}")
     return 0
+
+
+def _beside(path: Path, arguments: argparse.Namespace, name: str) -> Path:
+    """Return where to write a file; checkpoints that come with spikefuse are in its own folder."""
+    return arguments.out or (path.parent if arguments.checkpoint.exists() else Path()) / name
 
 
 def _convert(arguments: argparse.Namespace) -> int:
@@ -235,13 +240,12 @@ def _convert(arguments: argparse.Namespace) -> int:
         if (value := getattr(arguments, name)) < 1:
             raise ConfigError(f"{name} is {value}: expected a whole number of at least 1")
     path = checkpoint.in_folder(arguments.checkpoint, checkpoint.BEST)
-    how = {f.name: getattr(arguments, f.name) for f in fields(convert.Calibration)}
     options = RunOptions(
         device=arguments.device, data_dir=arguments.data_dir, download=arguments.download
     )
-    out = arguments.out or path.with_name(f"{path.stem}-spiking.ckpt")
+    out = _beside(path, arguments, f"{path.stem}-spiking.ckpt")
     loaded = checkpoint.load(path, _own_names(arguments))
-    convert.convert(loaded, convert.Calibration(**how), options, out)
+    convert.convert(loaded, arguments, options, out)
     return 0
 
 

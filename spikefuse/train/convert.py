@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 import spikefuse
 from spikefuse.data import Examples
@@ -19,8 +19,7 @@ from spikefuse.train.choices import ACTIVATIONS
 from spikefuse.train.converted import rate_neurons
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.output import show
-from spikefuse.train.predict import TrainedNetwork, evaluate, find_device, threads
-from spikefuse.train.processes import Processes
+from spikefuse.train.predict import TrainedNetwork, find_device, threads
 from spikefuse.train.run_options import RunOptions
 from spikefuse.train.seeding import order
 from spikefuse.train.tasks import Totals
@@ -28,24 +27,16 @@ from spikefuse.transforms.from_ann import from_ann
 from spikefuse.transforms.tables import aligned
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """The arguments of `from_ann`, and the number of training examples that it sees."""
-
-    num_steps: int
-    samples: int
-    share: float | None
-    per_channel: bool
-
-
-def convert(loaded: LoadedRun, how: Calibration, options: RunOptions, out: Path) -> None:
+def convert(loaded: LoadedRun, how: Namespace, options: RunOptions, out: Path) -> None:
     """Convert a network, print the report of `from_ann` and the accuracy on the test examples
     over the steps, and write a checkpoint for `load`.
 
+    Args:
+        how: num_steps, share and per_channel of `from_ann`, and the number of training samples.
+
     Raises:
-        ConfigError: the network spikes already, or cannot be converted.
-        DataError: the examples cannot be read.
-        OSError: the checkpoint cannot be written.
+        ConfigError, DataError, OSError: the network spikes already or cannot be converted, examples
+            cannot be read, or the checkpoint cannot be written.
     """
     if loaded.config.neuron not in ACTIVATIONS or loaded.config.converted:
         names = " or ".join(ACTIVATIONS)
@@ -59,22 +50,22 @@ def convert(loaded: LoadedRun, how: Calibration, options: RunOptions, out: Path)
     rows = order(len(parts[0]), config.seed, 0)[: how.samples]
     chunks = rows.chunk(-(-len(rows) // config.batch_size))
     data = [parts[0][chosen].pixels.to(device) / 255 for chosen in chunks]
+    options_of = {"share": how.share, "per_channel": how.per_channel}
     try:
-        net = from_ann(
-            original.net.net, data, how.num_steps, share=how.share, per_channel=how.per_channel
-        )
+        net = from_ann(original.net.net, data, how.num_steps, **options_of)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{loaded.path} cannot be converted: {error}") from error
     config = replace(config, num_steps=how.num_steps, converted=True, loss="mean")
     result = TrainedNetwork(config).to(device).eval()
-    _copy(net, result.net)
+    for neuron in rate_neurons(net):
+        neuron.shift = shift = torch.as_tensor(neuron.shift)
+        neuron.threshold = torch.as_tensor(neuron.threshold).to(shift).expand_as(shift)
+    result.net.load_state_dict(net.state_dict())
     show(f"{net.conversion}\n")
-    metrics = evaluate(original.net, parts[-1], original.config, device, Processes())
     counts = [t for t in range(1, how.num_steps + 1) if t & (t - 1) == 0 or t == how.num_steps]
-    described = [config.make_task().describe(m) for m in _by_steps(result, parts[-1], counts)]
-    table = zip(("steps", *map(str, counts)), ("on the test samples", *described), strict=True)
-    lines = aligned(list(table), 2)
-    show("\n".join([*lines, f"original: {config.make_task().describe(metrics)}"]))
+    described = [*_by_steps(result, parts[-1], counts), *_by_steps(original, parts[-1], [1])]
+    heads = "steps", *map(str, counts), "original"
+    show("\n".join(aligned([*zip(heads, ("on the test samples", *described), strict=True)], 2)))
     entry = {"format": FORMAT, "version": spikefuse.__version__, "config": config.to_dict()}
     content = {KEY: {**entry, "history": []}, "state_dict": result.cpu().state_dict()}
     with replacing(out) as path:
@@ -82,20 +73,9 @@ def convert(loaded: LoadedRun, how: Calibration, options: RunOptions, out: Path)
     show(f"wrote {out}")
 
 
-def _copy(net: nn.Module, to: nn.Module) -> None:
-    """Copy weights, thresholds and shifts."""
-    for neuron, own_neuron in zip(rate_neurons(net), rate_neurons(to), strict=True):
-        for name in ("threshold", "shift"):
-            like: Tensor = getattr(own_neuron, name)
-            setattr(neuron, name, torch.as_tensor(getattr(neuron, name)).to(like).expand_as(like))
-    to.load_state_dict(net.state_dict())
-
-
 @torch.no_grad()
-def _by_steps(
-    network: TrainedNetwork, examples: Examples, counts: Sequence[int]
-) -> list[dict[str, float]]:
-    """Return the metrics after these numbers of steps."""
+def _by_steps(network: TrainedNetwork, examples: Examples, counts: Sequence[int]) -> list[str]:
+    """Describe the metrics after these numbers of steps."""
     task, config = network.task, network.config
     totals = [Totals(task) for _ in counts]
     device = next(network.parameters()).device
@@ -104,4 +84,4 @@ def _by_steps(
             y = network.net(batches.encode(inputs, config))
             for t, total in zip(counts, totals, strict=True):
                 total.add(task.predict(y[:t]), labels)
-    return [total.mean() for total in totals]
+    return [task.describe(total.mean()) for total in totals]

@@ -71,13 +71,11 @@ examples:
   spikefuse export runs/digits-conv-1/best.ckpt --format onnx --step -o step.onnx
   spikefuse export runs/digits-conv-1 --format nir --dt 0.001
 
-onnx and pt2 take inputs as they are in the dataset, such as bytes of images, and return logits or
-values, for any batch size. With --step, they take one step of the encoded input, x, and the states
-of all neurons, whose values at rest are printed, and return the output and the next states. In
-ONNX, the states have names such as net.2.v, and the next states next.net.2.v; the metadata has the
-names of the classes. nir has the layers alone.
-
-onnx needs pip install "spikefuse[onnx]", and nir pip install "spikefuse[nir]".
+onnx (pip install "spikefuse[onnx]") and pt2 take inputs as they are in the dataset, such as bytes
+of images, and return logits or values, for any batch size. With --step, they take one step of the
+encoded input, x, and the states of all neurons, whose values at rest are printed, and return the
+output and the next states: net.2.v and next.net.2.v in ONNX, whose metadata has the names of the
+classes. nir (pip install "spikefuse[nir]") has the layers alone.
 """
 
 CONVERT_NOTES = """\
@@ -88,11 +86,10 @@ examples:
   spikefuse eval runs/relu/best-spiking.ckpt
 
 The network must have been trained with --neuron relu, or with --neuron qcfs, a ReLU of 4 levels
-that needs only -T 4. Thresholds are chosen, and the inputs of neurons corrected, on training
-examples. The report lists for each layer of neurons the threshold, the share of activations above
-it, the rate of spikes and the error of the mean output; then, after 1, 2, 4, ... steps, the error
-of the network's output, and the accuracy on the test examples. The commands eval, predict and
-export read the result, and so does sf.load in Python.
+that needs only -T 4. Thresholds are chosen on training examples. The report lists for each layer of
+neurons the threshold, the share of activations above it, the rate of spikes and the error of the
+mean output; then, after 1, 2, 4, ... steps, the error of the network's output and the accuracy on
+the test examples. The commands eval, predict and export read the result, and sf.load in Python.
 """
 
 
@@ -252,15 +249,13 @@ def _add_export(commands: Any) -> None:
         **_EXACT,
     )
     _add_checkpoint(export)
-    text = "onnx, pt2 for torch.export, or nir"
-    formats = ("onnx", "pt2", "nir")
-    export.add_argument("--format", required=True, choices=formats, metavar="NAME", help=text)
-    text = "export one time step, with the states of all neurons as inputs and outputs"
-    export.add_argument("--step", action="store_true", help=text)
-    text = "of nir: seconds of a time step (default: 0.0001)"
-    export.add_argument("--dt", type=float, metavar="N", help=text)
-    text = "file to write (default: beside the checkpoint, such as best.onnx or best-step.onnx)"
-    export.add_argument("-o", "--out", type=Path, metavar="FILE", help=text)
+    formats: dict[str, Any] = {"choices": ("onnx", "pt2", "nir"), "metavar": "NAME"}
+    add = export.add_argument
+    add("--format", required=True, help="onnx, pt2 for torch.export, or nir", **formats)
+    add("--step", action="store_true", help="export one time step, with all states of neurons")
+    add("--dt", type=float, metavar="N", help="seconds of a step, for nir (default: 0.0001)")
+    text = "file to write (default: beside the checkpoint, best.onnx or best-step.onnx)"
+    add("-o", "--out", type=Path, metavar="FILE", help=text)
 
 
 def _add_convert(commands: Any) -> None:
@@ -274,14 +269,12 @@ def _add_convert(commands: Any) -> None:
     )
     _add_checkpoint(convert)
     values: dict[str, Any] = {"type": int, "metavar": "N"}
-    text = "time steps for which thresholds are chosen (default: 8)"
-    convert.add_argument("-T", "--num-steps", default=8, help=text, **values)
-    text = "training examples that are used (default: 512)"
-    convert.add_argument("--samples", default=512, help=text, **values)
+    add = convert.add_argument
+    add("-T", "--num-steps", default=8, help="time steps to convert for (default: 8)", **values)
+    add("--samples", default=512, help="training examples to use (default: 512)", **values)
     text = "of the activations that a threshold exceeds (default: the threshold of least error)"
-    convert.add_argument("--share", type=float, metavar="N", help=text)
-    text = "choose a threshold for each channel, not for each layer"
-    convert.add_argument("--per-channel", action="store_true", help=text)
+    add("--share", type=float, metavar="N", help=text)
+    add("--per-channel", action="store_true", help="choose a threshold for each channel")
     text = "checkpoint to write (default: best-spiking.ckpt beside best.ckpt)"
-    convert.add_argument("-o", "--out", type=Path, metavar="FILE", help=text)
+    add("-o", "--out", type=Path, metavar="FILE", help=text)
     _add_run_options(convert, "device", "data_dir", "download")

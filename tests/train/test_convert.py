@@ -42,7 +42,7 @@ def test_a_converted_checkpoint(spikefuse: Spikefuse, run: Path, capsys: Capture
     labels = sf.data.load("digits")[1].labels
     shares = [100 * (z.argmax(1) == labels).double().mean() for z in (y, expected)]
     shown = [f"accuracy {share:.2f} %" for share in shares]
-    assert f"24     {shown[0]}\noriginal: {shown[1]}\nwrote spiking.ckpt" in text
+    assert f"24        {shown[0]}\noriginal  {shown[1]}\nwrote spiking.ckpt" in text
     steps = re.findall(r"^(\d+) +accuracy", text, re.M)
     assert steps == ["1", "2", "4", "8", "16", "24"]
     assert spikefuse("eval", "spiking.ckpt", "--device", "cpu") == 0
