@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Memory = Literal["sram", "dram"]
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """Joules per operation, and per access of one value.
-
-    Args:
-        accumulate, multiply: an addition, and a multiplication with an addition.
-        sram, dram: a read or write of one value.
-        source: of the numbers.
-    """
+class Hardware(NamedTuple):
+    """Joules per addition, addition of a product, and read or write of one value by memory."""
 
     accumulate: float
     multiply: float
@@ -83,7 +76,7 @@ def estimate(rows: Iterable[Any], hardware: str | Hardware, weights: Memory) -> 
     layers = {row.name: joules(row.accumulates, row.multiplies, row.accesses) for row in rows}
     ann = [joules(0.0, row.ann, row.ann_accesses) for row in rows]
     total, of_ann = ({n: sum(x[n] for x in xs) for n in names} for xs in (layers.values(), ann))
-    stated = {"hardware": asdict(known), "weights": weights}
+    stated = {"hardware": known._asdict(), "weights": weights}
     return {**stated, "layers": layers, "total": total, "ann": of_ann}
 
 

@@ -32,6 +32,7 @@ from spikefuse.train.fields import (
     choice,
     flag,
     number,
+    of_checkpoint,
     of_files,
     text,
     up_to,
@@ -285,7 +286,7 @@ class TrainConfig:
 
     classes: tuple[str, ...] | None = of_files()
     shape: tuple[int, ...] | None = of_files()
-    converted: bool | None = of_files(bool)
+    converted: bool | None = of_checkpoint()
 
     def __post_init__(self) -> None:
         for setting in own.REGISTRIES:

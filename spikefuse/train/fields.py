@@ -65,9 +65,14 @@ def flag(default: bool | None, help: str, shown: str) -> Any:
     return field(default=default, metadata=describe(help, bool, shown))
 
 
-def of_files(kind: type = tuple) -> Any:
-    """Return a field for what files determine, of a dataset or a checkpoint, which is no option."""
-    return field(default=None, metadata=describe("", kind, ""))
+def of_files() -> Any:
+    """Return a field for what the files of a dataset determine, which is no option."""
+    return field(default=None, metadata=describe("", tuple, ""))
+
+
+def of_checkpoint() -> Any:
+    """Return a field for a flag that a checkpoint sets, which is no option."""
+    return field(default=None, metadata=describe("", bool, ""))
 
 
 def describe(help: str, kind: type, shown: str, allowed: Any = None) -> dict[str, Any]:

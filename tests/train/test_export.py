@@ -52,6 +52,8 @@ def test_nir(spikefuse: Spikefuse, tmp_path: Path) -> None:
     pytest.importorskip("nir", reason="needs the extra nir")
     net = save(tmp_path / "best.ckpt", model="conv", threshold=0.3, num_steps=4)
     assert spikefuse("export", tmp_path, "--format", "nir", "--dt", "0.5") == 0
+    assert spikefuse("export", "digits-conv", "--format", "nir") == 0  # of the package
+    assert Path("digits-conv.nir").exists()
     x = torch.rand(4, 3, 1, 8, 8)
     same = sf.Temporal(sf.from_nir(tmp_path / "best.nir", dt=0.5))
     torch.testing.assert_close(same(x), net.net(x))
