@@ -1,7 +1,7 @@
 """Learning rules of sf.Online: time, memory over T, agreement with backpropagation, and accuracy.
 
     python -m benchmarks.online time                      a step on a whole sequence
-    python -m benchmarks.online memory                    peak memory in parts of 100 steps
+    python -m benchmarks.online memory                    memory and time in parts of 100 steps
     python -m benchmarks.online cosine                    gradients of deeper networks
     python -m benchmarks.online cues --seeds 0 1 2        the task of evidence accumulation
     python -m benchmarks.online digits --seeds 0 1 2      digits, one row of pixels in each step
@@ -11,8 +11,8 @@ rule and by backpropagation through time. SpikingJelly's loops are its nodes for
 backward pass in each step, as its documentation says. Gradients of the second layer must agree with
 ours; its OTTT has no trace of the input of the network.
 
-`memory`: peak bytes beyond those before a run, for sequences of several lengths. On a CPU they come
-from PyTorch's profiler, which sees all allocations of tensors.
+`memory`: peak bytes beyond those before a run, and time, for sequences of several lengths. On a CPU
+the bytes come from PyTorch's profiler, which sees all allocations of tensors.
 
 `cosine`: of the angle between the gradient by a rule and that of backpropagation through time, for
 networks of one to four layers with random weights.
@@ -32,6 +32,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import spikefuse as sf
-from benchmarks import runner
+from benchmarks import plots, runner
 from benchmarks.jelly import spikingjelly
 from benchmarks.layers import OURS
 from benchmarks.runner import EAGER, GRAPH, Contender, Record, Timing, contender_of, measure
@@ -78,7 +79,8 @@ def main(argv: list[str] | None = None) -> Path:
     args.name = f"online_{args.what}"
     cases = {"time": times, "memory": memories, "cosine": cosines, "cues": tasks, "digits": tasks}
     torch.manual_seed(0)
-    return runner.run_cases(args, cases[args.what](args))
+    plot = plots.online_memory if args.what == "memory" else None
+    return runner.run_cases(args, cases[args.what](args), plot=plot)
 
 
 Cases = Iterator[tuple[str, Callable[[], Record]]]
@@ -188,17 +190,18 @@ def memories(args: argparse.Namespace) -> Cases:
         x = x.expand(T, -1, -1)
         run = partial(whole, x) if rule == "whole" else partial(in_parts, rule, x)
         run()
-        start = time.perf_counter()
-        run()
-        runner.synchronize(device)
-        seconds = time.perf_counter() - start
+        seconds = []
+        for _ in range(args.rounds):
+            start = time.perf_counter()
+            run()
+            runner.synchronize(device)
+            seconds.append(time.perf_counter() - start)
         # The gradients of parameters, to which runs add, are there before.
-        return {"rule": rule, "T": T, "seconds": seconds, "peak_bytes": peak_bytes(run, device)}
+        found = {"seconds": statistics.median(seconds), "rounds": seconds}
+        return {"rule": rule, "T": T} | found | {"peak_bytes": peak_bytes(run, device)}
 
     for rule in ("whole", *args.rules):
-        for T in lengths:
-            if rule != "whole" or T <= 3000:
-                yield f"{rule}, T={T}", partial(case, rule, T)
+        yield from ((f"{rule}, T={T}", partial(case, rule, T)) for T in lengths)
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:

@@ -155,6 +155,25 @@ def weak_scaling(panels: Any, rows: Rows) -> str:
     return ""
 
 
+RULES = {"whole": "ko-", "bptt": "C0s-", "sltt": "C1x:", "ottt": "C2^-", "e-prop": "C3v-",
+         "d-rtrl": "C4+:"}  # fmt: skip
+
+
+@plot((5.2, 4.2), lambda rows: 2)
+def online_memory(panels: Any, rows: Rows) -> str:
+    """Draw peak memory and time of learning rules over T."""
+    quantities = (
+        ("peak memory, MB", lambda row: row["peak_bytes"] / 1e6),
+        ("forward + backward, s", lambda row: row["seconds"]),
+    )
+    for panel, (label, read) in zip(panels, quantities, strict=True):
+        for rule, style in RULES.items():
+            points = [(row["T"], read(row)) for row in rows if row["rule"] == rule]
+            line(panel, points, style, label=rule)
+        step_axis(panel, rows, yscale="log", ylabel=label)
+    return "Parts of 100 steps, and the whole sequence"
+
+
 @plot()
 def accuracy(panels: Any, rows: Rows) -> str:
     """Draw test accuracy over the seconds of training, one line per network and seed."""

@@ -22,7 +22,13 @@ from spikefuse.data.files import replacing
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 # Pages with generated regions.
-PAGES = ("docs/benchmarks.md", "docs/reproduce.md", "docs/tutorials/fast.ipynb", "README.md")
+PAGES = (
+    "docs/benchmarks.md",
+    "docs/online.md",
+    "docs/reproduce.md",
+    "docs/tutorials/fast.ipynb",
+    "README.md",
+)
 SCHEMA = 1
 PACKAGES = ("triton", "numba", "numpy", "spikingjelly", "snntorch", "norse", "spyx")
 

@@ -238,11 +238,17 @@ def online(result: Result) -> Parts:
         columns = {"": "row", " ": "name", "ms": "wall_ms", "first of the row / this": "ratio"}
         yield table(flat(rows), columns)
         return
+    if what in ("cues", "digits"):
+        yield from online_tasks(rows)
+        return
+    sizes = f", N = {result['settings']['hidden']} and B = {result['settings']['batch']},"
     heads = {
-        "memory": ("Peak memory in KiB", "T", lambda row: f"{row['peak_bytes'] / 2**10:,.0f}"),
+        "memory": (
+            f"Peak memory in KiB{sizes}",
+            "T",
+            lambda row: f"{row['peak_bytes'] / 2**10:,.0f}",
+        ),
         "cosine": ("Median cosine", "layers", lambda row: f"{row['cosine']['median']:.3f}"),
-        "cues": ("Accuracy on cues", "seed", lambda row: percent(row["accuracy"], 1)),
-        "digits": ("Accuracy on digits", "seed", lambda row: percent(row["accuracy"], 1)),
     }
     text, key, show = heads[what]
     yield f"{text} by {key}:"
@@ -251,6 +257,19 @@ def online(result: Result) -> Parts:
         for rule, group in grouped(rows, "rule").items()
     ]
     yield table(found, keys("rule", *dict.fromkeys(f"{key} {row[key]}" for row in rows)))
+
+
+def online_tasks(rows: Sequence[Result]) -> Parts:
+    """Yield accuracies of rules, and how far each is below that of "bptt" with the same seed."""
+    bptt = {row["seed"]: row["accuracy"] for row in rows if row["rule"] == "bptt"}
+    found = []
+    for rule, group in grouped(rows, "rule").items():
+        others = [row for row in group if rule != "bptt" and row["seed"] in bptt]
+        gaps = by_seed([bptt[row["seed"]] - row["accuracy"] for row in others])
+        accuracies = by_seed([row["accuracy"] for row in group])
+        found.append({"rule": rule, "accuracy": accuracies, "below bptt": gaps or None})
+    yield "Accuracies " + BY_SEED + ":"
+    yield table(found, keys("rule", "accuracy", "below bptt"))
 
 
 def neurons(result: Result) -> Parts:

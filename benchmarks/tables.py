@@ -97,6 +97,13 @@ def each(parts: Callable[[Result], Parts], plot: str = "") -> Callable[[Results,
 BENCH = "make bench"
 TORCHRUN = "torchrun --nproc_per_node {} -m benchmarks.{}"
 SCRIPT = "python -m benchmarks.{}"
+
+
+def online(what: str, options: str = "") -> tuple[str, Callable[[Results, Path], str], str]:
+    show = each(sections.online, "memory and time over the number of time steps")
+    return f"online_{what}", show, SCRIPT.format(f"online {what}{options}")
+
+
 # By region: the results, what shows them, and the command that measures.
 REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "time-steps": (
@@ -142,7 +149,11 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "first-call": ("first_call", each(sections.first_call), BENCH),
     "cpu-steps": ("cpu", each(sections.cpu_steps), BENCH),
     "plasticity": ("plasticity", each(sections.cpu_steps), BENCH),
-    "online": ("online_*", each(sections.online), SCRIPT.format("online cosine")),
+    "online-time": online("time"),
+    "online-cosine": online("cosine", " --batch 16"),
+    "online-memory": online("memory", " --batch 16 --hidden 128"),
+    "online-digits": online("digits", " --seeds 0 1 2 --iterations 200"),
+    "online-cues": online("cues", " --rules bptt e-prop --seeds 0 1 2"),
     "gpu-tests": ("gpu_tests", each(sections.gpu_tests), SCRIPT.format("gpu_tests")),
     "papers": ("reproduce_*", training_sections.papers, SCRIPT.format("reproduce RECIPE")),
     "open-neuromorphic": (

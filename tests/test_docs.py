@@ -27,12 +27,12 @@ from PIL import Image
 
 import spikefuse as sf
 from spikefuse import testing
-from spikefuse.train.cli import make_parser
+from spikefuse.train.parser import make_parser
 from tests.notebooks import run_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/**/*.md"))]
-NOTEBOOKS = sorted(ROOT.glob("docs/tutorials/*.ipynb"))
+NOTEBOOKS = sorted(ROOT.glob("docs/tutorials/**/*.ipynb"))
 NOTEBOOK_PAGES = [path.relative_to(ROOT).as_posix() for path in NOTEBOOKS]
 # What may follow the three backticks. ```python no-run="needs a GPU"``` is compiled, but not run.
 FENCE = re.compile(r'(console|)|python( no-run="[^"]+")?')
@@ -118,7 +118,7 @@ def test_commands_and_options_exist(page: str, capsys: pytest.CaptureFixture[str
     """Commands of the trainer in blocks parse, and options in the text are options of it."""
     for arguments in re.findall(r"^\$ (?:.* )?spikefuse (.*)$", read(page), re.M):
         make_parser().parse_args(shlex.split(arguments, comments=True))
-    for command in ("train", "predict"):
+    for command in ("train", "predict", "export"):
         with pytest.raises(SystemExit):
             make_parser().parse_args([command, "--help"])
     known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
@@ -158,7 +158,8 @@ def test_the_citation_has_the_last_release() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     nav = yaml.safe_load(read("mkdocs.yml"))["nav"]
     # Made of CHANGELOG.md, and of notebooks.
-    pages = {"changelog.md", *(f"tutorials/{path.stem}.md" for path in NOTEBOOKS)}
+    notebooks = {path.relative_to(ROOT / "docs").with_suffix(".md") for path in NOTEBOOKS}
+    pages = {"changelog.md", *(page.as_posix() for page in notebooks)}
     assert set(leaves(nav)) == pages | {
         page.removeprefix("docs/") for page in PAGES if page != "README.md"
     }

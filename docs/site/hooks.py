@@ -26,9 +26,10 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>',
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the changelog and the notebooks as pages, and the plots of the benchmarks."""
-    for notebook in sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")):
+    for notebook in sorted((ROOT / "docs" / "tutorials").rglob("*.ipynb")):
+        folder = notebook.parent.relative_to(ROOT / "docs").as_posix()
         for name, content in converted(notebook).items():
-            files.append(File.generated(config, f"tutorials/{name}", content=content))
+            files.append(File.generated(config, f"{folder}/{name}", content=content))
     text = (ROOT / "CHANGELOG.md").read_text()
     files.append(File.generated(config, CHANGELOG, content=text))
     for plot in sorted((ROOT / "benchmarks" / "results").glob("*.png")):

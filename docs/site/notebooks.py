@@ -1,4 +1,6 @@
-"""Run the notebooks in docs/tutorials and store their outputs: python docs/site/notebooks.py
+"""Run notebooks and store their outputs: python docs/site/notebooks.py [FILE...]
+
+Without files, all in docs/tutorials.
 
 PYTHONPATH names the folder with the libraries that one of them converts networks of.
 """
@@ -6,6 +8,7 @@ PYTHONPATH names the folder with the libraries that one of them converts network
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -25,6 +28,6 @@ def run(path: Path) -> None:
 
 if __name__ == "__main__":
     os.environ["SPIKEFUSE_DATA"] = tempfile.gettempdir()  # outputs are those of generated data
-    for path in sorted(FOLDER.glob("*.ipynb")):
+    for path in [Path(name) for name in sys.argv[1:]] or sorted(FOLDER.rglob("*.ipynb")):
         print(path.name, flush=True)
         run(path)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.definition import Neuron, call_step
+from spikefuse.neurons.definition import Neuron, cached_class, call_step
 
 #: The run-time values of the norm, one per channel; those of the neuron begin with "neuron.".
 NORM_VALUES = ("mean", "scale", "shift")
@@ -107,7 +106,7 @@ def value_names(kind: Kind) -> tuple[str, ...]:
     return values + corrections * kind.by_batch
 
 
-@cache
+@cached_class
 def _class(kind: type[Neuron], has_residual: bool) -> type[NormedNeuron]:
     """`NormedNeuron` with the states and the inputs of a neuron."""
     first, *others = kind.input_names

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -246,6 +248,19 @@ def _input_names(cls: type[Neuron]) -> tuple[str, ...]:
             "at least one input and the states last, in the order of their declaration"
         )
     return tuple(inputs)
+
+
+def cached_class(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes a class of a neuron's class, with a cache from which classes are
+    dropped that nothing else refers to."""
+    known: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
+
+    @wraps(make)
+    def cached(*key: Any) -> Any:
+        found = known.get(key)
+        return known.setdefault(key, make(*key)) if found is None else found
+
+    return cached
 
 
 class WrongResult(TypeError):

@@ -8,6 +8,7 @@ from abc import ABCMeta
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ NUMBERS = int, float, np.integer, np.floating
 Version = list[object]
 #: The attribute of a `Holder` with its version, if anything depends on it.
 VERSION = "_changes"
-_class_versions: dict[type, Version] = {}
+_class_versions: WeakKeyDictionary[type, Version] = WeakKeyDictionary()
 
 
 def versions(holder: Holder) -> tuple[Version, Version]:

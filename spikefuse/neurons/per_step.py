@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-from spikefuse.neurons.definition import Neuron, State, call_step
+from spikefuse.neurons.definition import Neuron, State, cached_class, call_step
 from spikefuse.neurons.description import bind
 
 
@@ -43,19 +42,26 @@ class PerStep(Neuron):
 
 
 def with_inputs(neuron: Neuron, values: dict[str, Any], names: tuple[str, ...]) -> PerStep:
-    """Return `neuron` with further inputs, the values `names`.
+    """Return `neuron` with further inputs, the values `names`. The definition is made once, and has
+    the other values of the last call.
 
     Args:
         values: the run-time values of the neuron.
     """
-    inputs = *neuron.input_names, *(f"value{i}" for i in range(len(names)))
-    definition = around(PerStep, type(neuron), inputs)()
-    definition.neuron = bind(neuron, {**values, **dict.fromkeys(names, 0.0)})
-    definition.names = names
+    cache, key = neuron.description().cache, ("with inputs", names)
+    others = {**values, **dict.fromkeys(names, 0.0)}
+    definition: PerStep | None = cache.get(key)
+    if definition is None:
+        inputs = *neuron.input_names, *(f"value{i}" for i in range(len(names)))
+        definition = cache[key] = around(PerStep, type(neuron), inputs)()
+        definition.neuron, definition.names = bind(neuron, others), names
+    for name, value in others.items():
+        prefix, _, attribute = name.rpartition(".")
+        vars(definition.neuron.get_submodule(prefix))[attribute] = value
     return definition
 
 
-@cache
+@cached_class
 def around(base: type[Any], kind: type[Neuron], inputs: tuple[str, ...]) -> Any:
     """Return `base` with these inputs, and the states of the neuron that is its attribute
     `neuron`."""

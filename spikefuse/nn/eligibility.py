@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from spikefuse._torch import version
 from spikefuse.scan.program import StateFlow
@@ -49,12 +50,33 @@ class Source(NamedTuple):
         values: `[T, R, I]`, where the R rows are samples, or samples and positions.
         matrix: `[N, I]`, with the graph of the parameters; None for a convolution.
         convolution: of the values of one step; its bias is another source.
+        groups, positions: of the rows of a sample, where neurons are channels first, and the rows
+            of the matrix are those of all groups.
     """
 
     place: int
     values: Tensor
     matrix: Tensor | None
     convolution: Any = None
+    groups: int = 1
+    positions: int = 1
+
+    def by_synapse(self) -> Source:
+        """The source with one value for each synapse, so that of a convolution reads patches."""
+        layer = self.convolution
+        if layer is None:
+            return self
+        base = next(kind for kind in CONVOLUTIONS if isinstance(layer, kind))
+        matrix, x, groups = layer.weight.flatten(1), self.values, layer.groups
+        shape = layer.in_channels, groups * matrix.shape[1], layer.kernel_size
+        moves = layer.stride, layer.padding, layer.dilation, groups, False, layer.padding_mode
+        patches = skip_init(base, *shape, *moves, device=x.device, dtype=x.dtype)
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            unit = torch.eye(matrix.shape[1], dtype=x.dtype, device=x.device)
+            patches.weight.copy_(unit.repeat(groups, 1).view_as(patches.weight))
+            y = patches(x.flatten(0, 1)).flatten(2).unflatten(1, (groups, -1))
+        values = y.mT.unflatten(0, (len(x), -1)).flatten(1, 3)
+        return Source(self.place, values, matrix, None, groups, y.shape[-1])
 
     def updated(
         self, trace: Trace, derivatives: list[list[Tensor | None]], flow: Sequence[StateFlow]
@@ -84,7 +106,9 @@ class Source(NamedTuple):
     def _by_neuron(self, x: Tensor, num_steps: int, is_uniform: bool) -> Tensor:
         """`[T, R, N]`, or `[T, R, 1]` for derivatives that are the same for all neurons."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        x = x.reshape(num_steps, self.values.shape[1], -1).to(dtype)
+        rows = self.values.shape[1]
+        x = x.reshape(num_steps, rows // self.positions, -1, self.positions).to(dtype)
+        x = x.mT.reshape(num_steps, rows, -1)
         return x[..., :1] if is_uniform else x
 
     def contributions(
@@ -103,10 +127,12 @@ class Source(NamedTuple):
                 y = self.convolution(step) - self.convolution(torch.zeros_like(step))
                 total = grad.reshape(y.shape)
             else:
-                y, rows = self.matrix, grad.reshape(len(e), -1)
-                is_uniform = e.shape[1] == 1
-                equation = "rn,ri->ni" if is_uniform else "rn,rni->ni"
-                total = torch.einsum(equation, rows, e.squeeze(1) if is_uniform else e)
+                y, rows = self.matrix, self._by_neuron(grad, 1, False)[0]
+                rows, e = (t.unflatten(0, (-1, self.groups, self.positions)) for t in (rows, e))
+                is_uniform = e.shape[3] == 1
+                equation = "bgpn,bgpi->gni" if is_uniform else "bgpn,bgpni->gni"
+                total = torch.einsum(equation, rows, e.squeeze(3) if is_uniform else e)
+                total = total.flatten(0, 1)
             functions.append(y)
             found.append(total.to(y.dtype))
         return functions, found

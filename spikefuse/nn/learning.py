@@ -26,7 +26,7 @@ from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import from_rest, scan_neuron
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.scan.layout import flatten_steps, unflatten_steps
-from spikefuse.scan.program import kinds_of, prepare
+from spikefuse.scan.program import StateFlow, kinds_of, prepare
 from spikefuse.scan.records import Arguments, Results, Wanted
 
 MaybeTensors = Sequence[Tensor | None]
@@ -174,9 +174,13 @@ class Learning(Observer):
     ) -> Results[Tensor]:
         inputs, states = [*arguments.inputs], arguments.states or ()
         name = "" if active.call is None else active.call.names.get(id(definition.neuron), "")
+        flow: list[StateFlow] = []
         if self.layers is not None:
             definition, inputs, sources = _with_parameters(definition, inputs, sources)
             self._check(name, [*inputs, *states], sources)
+            flow = _flow(definition)
+            if not all(state.is_uniform for state in flow):
+                sources = [source.by_synapse() for source in sources]
         received, num = [*inputs, *states], len(inputs)
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in received]
         if self.layers is not None:
@@ -191,7 +195,9 @@ class Learning(Observer):
         pairs = [*zip(sources, traces, strict=True)]
         if self.layers is not None and wanted.final:
             derivatives = differentiate(results.finals, leaves)
-            self.traces_after[name] = self._updated(name, definition, pairs, derivatives)
+            with torch.no_grad(), torch.autocast(received[0].device.type, enabled=False):
+                found = [source.updated(trace, derivatives, flow) for source, trace in pairs]
+            self.traces_after[name] = found
         outputs = [*map(self._hide, results.outputs)]
         self.cuts.append(Cut(received, leaves, twins, [*results.outputs], outputs, pairs))
         return results._replace(outputs=outputs)
@@ -205,28 +211,6 @@ class Learning(Observer):
                 f" {number}: start from state=None after parameters are frozen or learn again"
             )
         return [[] for _ in range(number)] if found is None else found
-
-    def _updated(
-        self,
-        name: str,
-        definition: OnlineNeuron,
-        pairs: list[tuple[Source, Trace]],
-        derivatives: list[list[Tensor | None]],
-    ) -> list[Trace]:
-        """The traces of a neuron after the call, given its sources with those before."""
-        description = definition.description()
-        kinds = kinds_of(description.values(definition))
-        statics, cache = description.statics, description.cache
-        flow = prepare(definition, "numba", statics, kinds, cache).state_flow  # of any backend
-        if any(s.convolution for s, _ in pairs) and not all(f.is_uniform for f in flow):
-            raise ValueError(
-                f"a convolution is in front of neuron '{name}', whose traces would differ for each "
-                f"synapse by rule '{self.rule}': pass the whole sequence without state= and "
-                "return_state=True, use rule='sltt', or 'ottt' where all neurons have one decay"
-            )
-        kind = pairs[0][0].values.device.type if pairs else "cpu"
-        with torch.no_grad(), torch.autocast(kind, enabled=False):
-            return [source.updated(trace, derivatives, flow) for source, trace in pairs]
 
     def _check(self, name: str, tensors: list[Tensor], sources: list[Source]) -> None:
         """Raise a ValueError for parameters that reach a neuron past the sources."""
@@ -363,6 +347,14 @@ def _is_discrete(neuron: Neuron, inputs: Sequence[Tensor]) -> bool:
     with torch.no_grad():
         outputs, _ = reference.scan(neuron, (x,) * len(inputs))
     return any(y.numel() > 0 and bool((y == y.round()).all()) for y in outputs)
+
+
+def _flow(definition: OnlineNeuron) -> list[StateFlow]:
+    """How the new states of a definition depend on inputs and earlier states."""
+    description = definition.description()
+    kinds = kinds_of(description.values(definition))
+    statics, cache = description.statics, description.cache
+    return prepare(definition, "numba", statics, kinds, cache).state_flow  # of any backend
 
 
 def _with_parameters(

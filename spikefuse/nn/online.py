@@ -66,7 +66,8 @@ class Online(nn.Module):
     and the traces, so that gradients of a part reach back to the beginning. Parts give the same
     gradients as the whole sequence if parameters do not change in between. The memory is that of
     one part, and of the traces: `[B, inputs]` for each layer and state where `J` and `dv/dx` are
-    the same for all neurons and steps, as for "ottt" of an LIF, else `[B, outputs, inputs]`.
+    the same for all neurons and steps, as for "ottt" of an LIF, else `[B, outputs, inputs]`, at
+    each position of a convolution.
 
     Example::
 
@@ -100,8 +101,8 @@ class Online(nn.Module):
             see above; `spikefuse.record` with `grad=True` is around a call by a rule other than
             "bptt" and "sltt"; the state is of another rule, or of other learned parameters; with
             `feedback`, the last `nn.Linear` is not the last one to run; in parts, parameters reach
-            a neuron through other layers than one linear layer or convolution, a rule has one trace
-            per synapse of a convolution, or a rule with traces runs in `torch.inference_mode()`.
+            a neuron through other layers than one linear layer or convolution, or a rule with
+            traces runs in `torch.inference_mode()`.
 
     Sources: Meng et al., "Towards Memory- and Time-Efficient Backpropagation for Training Spiking
     Neural Networks", ICCV 2023 ("sltt"); Xiao et al., "Online Training Through Time for Spiking

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
+from torch.nn.utils.parametrize import is_parametrized
 
 from spikefuse.graph.nodes import name_of
 from spikefuse.kernels.norm import BatchNorm
@@ -166,6 +167,8 @@ def fold_norms(net: fx.GraphModule, num_dims: Mapping[fx.Node, int]) -> None:
             continue
         layer = net.get_submodule(above.target)
         if calls.count(node.target) > 1 or calls.count(above.target) > 1:
+            continue
+        if is_parametrized(layer) or is_parametrized(norm):
             continue
         if isinstance(layer, nn.Linear) and num_dims[above] == 2:
             folded: nn.Module = fuse_linear_bn_eval(layer, norm)

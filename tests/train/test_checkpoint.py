@@ -115,7 +115,7 @@ def test_checkpoint_of_an_earlier_version(
     torch.save(content, "old.ckpt")
     assert spikefuse("eval", "old.ckpt") == 0
     assert spikefuse("train", "--resume", "old.ckpt") == 2
-    assert "old.ckpt comes with spikefuse, or was saved by an earlier version" in capsys.readouterr().err
+    assert "old.ckpt comes with spikefuse, was converted, or was saved" in capsys.readouterr().err
 
 
 def test_resume_without_best_checkpoint(
