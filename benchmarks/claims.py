@@ -85,7 +85,7 @@ def claims(results: list[tuple[Path, dict[str, Any]]], root: Path) -> str:
         StopIteration: a claim has no row in the results.
         AssertionError: a claim has no contender.
     """
-    names = ("faster", "than", "times", "its memory", "on", "not faster")
+    names = ("faster", "than", "its time", "its memory", "on", "not faster")
     lines = [f"| {' | '.join(names)} |", "| --- | --- | ---: | ---: | --- | --- |"]
     for claim in CLAIMS:
         wanted = (claim.benchmark, claim.on_gpu)
