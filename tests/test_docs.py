@@ -27,7 +27,7 @@ from PIL import Image
 
 import spikefuse as sf
 from spikefuse import testing
-from spikefuse.train.cli import make_parser
+from spikefuse.train.parser import make_parser
 from tests.notebooks import run_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,7 +118,7 @@ def test_commands_and_options_exist(page: str, capsys: pytest.CaptureFixture[str
     """Commands of the trainer in blocks parse, and options in the text are options of it."""
     for arguments in re.findall(r"^\$ (?:.* )?spikefuse (.*)$", read(page), re.M):
         make_parser().parse_args(shlex.split(arguments, comments=True))
-    for command in ("train", "predict"):
+    for command in ("train", "predict", "export"):
         with pytest.raises(SystemExit):
             make_parser().parse_args([command, "--help"])
     known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))

@@ -104,10 +104,20 @@ class Block(nn.Module):
         outputs: tuple[str, ...] | None = None,
     ) -> Any:
         names = () if outputs is None else checked_names(outputs)
+        _compute_pruned(self.norm)
         inputs = (x,) if residual is None else (x, residual)
         run = partial(scan, (self.norm,), self.neuron, self.memory)
         wanted = Wanted(return_state, outputs=names, impl=impl)
         return call_neuron(self.neuron, run, Arguments(inputs, state), wanted)
+
+
+def _compute_pruned(norm: nn.Module) -> None:
+    """Compute parameters as the hooks of torch.nn.utils.prune do, which run where a module is
+    called, and a block only reads the norm."""
+    for name in ("weight", "bias"):
+        computed = not isinstance(getattr(norm, name), nn.Parameter | None)
+        if computed and hasattr(norm, f"{name}_mask"):
+            setattr(norm, name, getattr(norm, f"{name}_mask") * getattr(norm, f"{name}_orig"))
 
 
 def scan(

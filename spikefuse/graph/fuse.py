@@ -201,7 +201,7 @@ def _without_references(module: nn.Module) -> nn.Module:
     if isinstance(module, nn.SyncBatchNorm) and kind is nn.SyncBatchNorm and batch_norm.traceable:
         result = batch_norm.traceable(module)
     else:
-        result = kind.__new__(kind)
+        result = object.__new__(kind)  # that of fx.GraphModule makes a class of its own
         # Without what torch.compile has made of it; parametrized modules refuse to be pickled.
         vars(result).update(nn.Module.__getstate__(module))
     separate(result, shares_tensors=True)

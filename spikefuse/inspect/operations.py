@@ -26,6 +26,7 @@ class Operations(NamedTuple):
         dense: multiply-accumulates without regard to the values; padding counts, as usual.
         nonzero: number of inputs that are not 0.
         inputs: number of inputs.
+        outputs: number of outputs.
     """
 
     accumulates: float = 0.0
@@ -33,6 +34,7 @@ class Operations(NamedTuple):
     dense: float = 0.0
     nonzero: float = 0.0
     inputs: float = 0.0
+    outputs: float = 0.0
 
     def plus(self, other: Operations) -> Operations:
         """Return the sums."""
@@ -78,8 +80,8 @@ def feedback(layer: Recurrent, outputs: Tensor, start: Tensor | None) -> Operati
     nonzero = float(sum(x.count_nonzero() for x in fed_back))
     dense, inputs = float(outputs.numel() * targets), float(outputs.numel())
     if all(map(is_ternary, fed_back)):
-        return Operations(nonzero * targets, 0.0, dense, nonzero, inputs)
-    return Operations(0.0, dense, dense, nonzero, inputs)
+        return Operations(nonzero * targets, 0.0, dense, nonzero, inputs, inputs)
+    return Operations(0.0, dense, dense, nonzero, inputs, inputs)
 
 
 Counted = tuple[Tensor, Operations]
@@ -91,11 +93,12 @@ def _matmul(weights: Container[int], y: Tensor, input: Tensor, other: Tensor) ->
     binary = [_address(x) not in weights and is_ternary(x) for x in (input, other)]
     nonzero, inputs = float(input.count_nonzero()), float(input.numel())
     if not any(binary):
-        return input, Operations(0.0, dense, dense, nonzero, inputs)
+        return input, Operations(0.0, dense, dense, nonzero, inputs, float(y.numel()))
     left = input.unsqueeze(0) if input.ndim == 1 else input
     right = other.unsqueeze(-1) if other.ndim == 1 else other
     pairs = _terms(left, -2, binary[0]) * _terms(right, -1, binary[1])
-    return input, Operations(pairs.sum().item(), 0.0, dense, nonzero, inputs)
+    added = pairs.sum().item()
+    return input, Operations(added, 0.0, dense, nonzero, inputs, float(y.numel()))
 
 
 def _terms(x: Tensor, dim: int, is_binary: bool) -> Tensor:
@@ -115,12 +118,10 @@ def _convolution(
     """Settings are stride, padding, dilation, whether it is transposed, and more, then groups."""
     *windows, transposed, _, groups = settings
     size, nonzero = weight.shape[2:], input != 0
-    dense, num = (
-        float((input if transposed else y).numel() * weight[0].numel()),
-        float(input.numel()),
-    )
+    dense = float((input if transposed else y).numel() * weight[0].numel())
+    sizes = float(input.numel()), float(y.numel())
     if not is_ternary(input):
-        return input, Operations(0.0, dense, dense, float(nonzero.sum()), num)
+        return input, Operations(0.0, dense, dense, float(nonzero.sum()), *sizes)
     counts = nonzero.flatten(0, -len(size) - 1).sum(0, dtype=torch.float64)
     total = counts
     # A list of one setting is for all dims.
@@ -129,7 +130,7 @@ def _convolution(
         window = (size[i], *(v[i] for v in windows))
         total = total @ _readers(input.shape[2 + i], y.shape[2 + i], transposed, window).to(counts)
     channels = weight.shape[1] if transposed else len(weight) // groups
-    return input, Operations(total.item() * channels, 0.0, dense, counts.sum().item(), num)
+    return input, Operations(total.item() * channels, 0.0, dense, counts.sum().item(), *sizes)
 
 
 def _readers(inputs: int, outputs: int, transposed: bool, window: Sequence[int]) -> Tensor:

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import html
 import io
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect import plots
+from spikefuse.inspect.energy import Accesses, Hardware, Memory, as_dict, estimate
 from spikefuse.inspect.explain import explain
 from spikefuse.inspect.explanation import in_bytes, label, with_unit
 from spikefuse.inspect.observer import ModuleObserver, unchanged
@@ -38,8 +40,8 @@ LIMITS = (
     "accumulates of layers whose input has other values, zeros and padding included. ANN: the same "
     "layers in one step of a network without spikes, all of it MACs",
     "energy: 0.9 pJ per AC and 4.6 pJ per MAC, 32-bit floating point in 45 nm (Horowitz, ISSCC "
-    "2014). Memory traffic, which often dominates, is not in it, nor are neurons, norms, pooling "
-    "and additions of layers",
+    "2014). Memory accesses, which often dominate, are in report.estimate(). Operations of "
+    "neurons, norms, pooling and additions of layers are not counted",
 )
 COLUMNS = ("layer", "module", "rate", "dead", "saturated", "inputs", "AC", "MAC", "ANN MAC")
 
@@ -59,6 +61,7 @@ class LayerReport:
         ann: multiply-accumulates of one step without spikes.
         parameters: number of its own parameters, each counted for the first layer that has it.
         saved: bytes saved for backward by the first batch; None if not measured.
+        accesses, ann_accesses: values read and written, and those of one step without spikes.
     """
 
     name: str
@@ -72,6 +75,8 @@ class LayerReport:
     ann: float = 0.0
     parameters: int = 0
     saved: int | None = None
+    accesses: Accesses = field(default_factory=Accesses)
+    ann_accesses: Accesses = field(default_factory=Accesses)
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,26 @@ class Report:
         """Estimated joules per sample of the same network without spikes."""
         return _energy(0.0, self.ann)
 
+    def estimate(
+        self, hardware: str | Hardware = "45nm-float32", weights: Memory = "sram"
+    ) -> dict[str, Any]:
+        """Return the estimated joules per sample of operations and memory accesses.
+
+        Args:
+            hardware: "45nm-float32", "45nm-int8", "7nm-float32", "7nm-int8", or a `Hardware` of
+                `spikefuse.inspect.energy`.
+            weights: whether weights are in "sram" or in "dram"; states and spikes are in SRAM.
+
+        Returns:
+            A dict for JSON: "layers" has the joules of "operations", "weights", "states", "spikes"
+            and their "total" by layer, "total" and "ann" the sums of all layers and of the same
+            network without spikes. `Accesses` says what is counted.
+
+        Raises:
+            ValueError: an argument has another value.
+        """
+        return estimate(self.layers, hardware, weights)
+
     @property
     def parameters(self) -> int:
         """The number of parameters."""
@@ -159,7 +184,8 @@ class Report:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the report as `.html`, or as `.md` with the picture beside it as `.png`.
+        """Write the report as `.html`, as `.md` with the picture beside it as `.png`, or as `.json`
+        with all numbers and the estimates for all hardware.
 
         Raises:
             ValueError: the name ends otherwise.
@@ -173,8 +199,12 @@ class Report:
             picture.write_bytes(self._png())
             text = f"{self.to_markdown()}\n![rates and energy by layer]({picture.name})\n"
             path.write_text(text, encoding="utf-8")
+        elif path.suffix == ".json":
+            path.write_text(json.dumps(as_dict(self), indent=1) + "\n", encoding="utf-8")
         else:
-            raise ValueError(f"path is {str(path)!r}: expected a name that ends in .html or .md")
+            raise ValueError(
+                f"path is {str(path)!r}: expected a name that ends in .html, .md, .json"
+            )
 
     def plot(self) -> Any:
         """Return a matplotlib figure of the rates and the estimated energy of the layers."""
@@ -296,14 +326,24 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
 
 @dataclass
 class _Counts:
-    """Sums over all calls of a layer; `operations.dense` over single steps."""
+    """Sums over all calls of a layer; `operations.dense` and `outputs` over single steps."""
 
     operations: Operations = field(default_factory=Operations)
     fired: Tensor | None = None  # by neuron
     spikes: float = 0.0
     outputs: int = 0
+    reads: float = 0.0  # of inputs
+    updates: float = 0.0  # of states of neurons
+    writes: float = 0.0  # of outputs of neurons
     steps: int = 0  # T B
     has_one_shape: bool = True
+
+    def accesses(self, samples: int) -> Accesses:
+        done = self.operations
+        results = done.outputs * done.multiplies / max(done.dense, 1)  # of multiply-accumulates
+        sums = done.accumulates + self.updates
+        numbers = done.accumulates + done.multiplies, sums, sums, self.reads, self.writes + results
+        return Accesses(*(number / samples for number in numbers))
 
     def shares(self) -> tuple[float | None, float | None, float | None]:
         """Return the rate, and the shares of dead and of saturated neurons."""
@@ -356,8 +396,12 @@ class _Counter(ModuleObserver):
         """Add the operations of all steps, or of one step if they are needed `once`."""
         share = 1 / _num_steps()
         one_step = Operations(*(share * number for number in operations))
-        total = one_step if once else operations._replace(dense=one_step.dense)
-        self.counts[name].operations = self.counts[name].operations.plus(total)
+        total = one_step
+        if not once:
+            total = operations._replace(dense=one_step.dense, outputs=one_step.outputs)
+        counts = self.counts[name]
+        counts.operations = counts.operations.plus(total)
+        counts.reads += total.multiplies or total.nonzero
 
     def scan(
         self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
@@ -365,7 +409,8 @@ class _Counter(ModuleObserver):
         """Run a scan and count its spikes."""
         results = super().scan(neuron, scan, arguments, wanted)
         self._spiking = active.call
-        self._count_spikes(self.names.get(neuron, self.layer), results.outputs[0])
+        name, y = self.names.get(neuron, self.layer), results.outputs[0]
+        self._count_spikes(name, neuron, y)
         layer = self.modules.get(self.layer)
         if isinstance(layer, Recurrent):
             start = None if arguments.states is None else arguments.states[-1]
@@ -378,15 +423,19 @@ class _Counter(ModuleObserver):
         name, read = self.names[module], module.activity
         used = float((read.fired - read.dropped) * module.out_features)
         dense = float(read.sites * module.out_features)
-        self._add(name, Operations(used, 0.0, dense, float(read.fired), float(read.sites)))
+        numbers = float(read.fired), float(read.sites), dense / module.in_features
+        self._add(name, Operations(used, 0.0, dense, *numbers))
         if isinstance(output, Events):
-            self._count_spikes(name, output.to_dense())
+            self._count_spikes(name, module.neuron, output.to_dense())
 
-    def _count_spikes(self, name: str, y: Tensor) -> None:
+    def _count_spikes(self, name: str, neuron: Any, y: Tensor) -> None:
         """Count the spikes of a layer; membrane potentials of readout neurons are not spikes."""
-        if not are_spikes(y):
+        counts, spike = self.counts[name], are_spikes(y)
+        counts.updates += y.numel() * len(getattr(neuron, "states", ()))
+        counts.writes += float(y.count_nonzero()) if spike else y.numel()
+        if not spike:
             return
-        counts, fired = self.counts[name], (y != 0).sum((0, 1))
+        fired = (y != 0).sum((0, 1))
         if counts.fired is None or counts.fired.shape == fired.shape:
             counts.fired = fired if counts.fired is None else counts.fired + fired
         else:
@@ -408,6 +457,7 @@ class _Counter(ModuleObserver):
             is_called = name in self.counts and not isinstance(module, Neuron | nn.LayerNorm)
             if is_called and not done.inputs and any(p.ndim > 1 for p in own):
                 self.unknown[name] = None
+            ann = done.dense / self.samples
             row = LayerReport(
                 name,
                 type(module).__name__,
@@ -415,9 +465,11 @@ class _Counter(ModuleObserver):
                 nonzero=done.nonzero / done.inputs if done.inputs else None,
                 accumulates=done.accumulates / self.samples,
                 multiplies=done.multiplies / self.samples,
-                ann=done.dense / self.samples,
+                ann=ann,
                 parameters=sum(p.numel() for p in own - seen),
                 saved=None if saved is None else saved.get(name, 0),
+                accesses=counts.accesses(self.samples),
+                ann_accesses=Accesses(ann, 0.0, 0.0, ann, done.outputs / self.samples),
             )
             seen |= own
             rows.append(row)

@@ -145,8 +145,8 @@ def load(path: Path, names: Mapping[str, str | None] | None = None) -> LoadedRun
         own.register(setting, given[setting])
     hint = f"expected {LAST} or {BEST} from a run of spikefuse train"
     if not path.is_file():
-        names = ", ".join(sorted(file.stem for file in PRETRAINED.glob("*.ckpt")))
-        raise ConfigError(f"checkpoint {path} does not exist: {hint}, or one of {names}")
+        known = ", ".join(sorted(file.stem for file in PRETRAINED.glob("*.ckpt")))
+        raise ConfigError(f"checkpoint {path} does not exist: {hint}, or one of {known}")
     try:
         file = io.BytesIO(path.read_bytes())
     except OSError as error:

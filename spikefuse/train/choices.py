@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+
+from torch import nn
 
 from spikefuse import neurons
 from spikefuse.memory.policies import POLICIES
 from spikefuse.neurons import surrogate
+from spikefuse.nn import QCFS
 
 # All spiking models; lif comes first and is the default.
 NEURONS: dict[str, type] = {
@@ -14,6 +18,12 @@ NEURONS: dict[str, type] = {
     for name in neurons.__all__
     if "threshold" in inspect.signature(getattr(neurons, name)).parameters
 }
+# What networks without spikes have instead, which `spikefuse convert` turns into spiking ones.
+ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
+    "relu": lambda threshold: nn.ReLU(),
+    "qcfs": QCFS,
+}
+UNITS: dict[str, Callable[..., nn.Module]] = {**NEURONS, **ACTIVATIONS}
 SURROGATES: dict[str, type] = {
     name.lower(): kind
     for name, kind in vars(surrogate).items()

@@ -4,230 +4,40 @@ from __future__ import annotations
 
 import argparse
 import csv
-import difflib
 import json
 import os
 import re
 import shlex
 import shutil
 import sys
-import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 import spikefuse
 from spikefuse.data import DataError
-from spikefuse.data.files import ENVIRONMENT
 from spikefuse.train import output, own
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
+from spikefuse.train.parser import USER_ERROR, make_parser
 from spikefuse.train.run_options import RunOptions
 
-USER_ERROR, FAILURE = 2, 1
+FAILURE = 1
 # Time for the main process to report a user's error before the others exit.
 PATIENCE_SECONDS = 10.0
-EXTRA = ("lightning", "tensorboard", "matplotlib", "tqdm", "yaml")
+# The extra of the package that has a module.
+EXTRAS = {
+    **dict.fromkeys(("lightning", "tensorboard", "matplotlib", "tqdm", "yaml"), "train"),
+    **{"onnx": "onnx", "onnxscript": "onnx", "nir": "nir"},
+}
 # Settings that a resumed run may change without changing its result.
 RESUMABLE = ("epochs", "cuda_graph", "fuse", "memory")
-ALIASES = {"num_steps": ("-T",), "dataset": ("--data",)}
-# More choices than this are listed below an option instead of beside its name.
-MAX_INLINE_CHOICES = 4
-
-# Titles of groups of options, by the field of TrainConfig with which a group begins.
-GROUPS = {"dataset": "model and data", "epochs": "training", "precision": "computation"}
-
-TRAIN_EXAMPLES = f"""\
-examples:
-  spikefuse train                                   handwritten digits, under a minute on a CPU
-  spikefuse train --neuron plif -T 16 --seed 1
-  spikefuse train --dataset mnist --download --model resnet18 -T 32 --encoding poisson \\
-      --epochs 5 --batch-size 100 --shift 0
-  spikefuse train --config temporal-fusion-mnist-resnet18 --download
-  spikefuse train --model my_code:small --dataset my_code:shapes          code in my_code.py, here
-  spikefuse train --dataset folder --data-dir photos --size 64                   images of your own
-  spikefuse train --dataset events --data-dir recordings --model resnet18    recordings of your own
-  spikefuse train --resume runs/digits-conv-1
-  torchrun --nproc_per_node 2 -m spikefuse train --batch-size 64
-  torchrun --nproc_per_node 4 -m spikefuse train --time-ranks 2 --data-ranks 2 -T 32
-  tensorboard --logdir runs
-
-A run writes last.ckpt, best.ckpt (highest validation accuracy, or for values the lowest loss),
-metrics.csv and TensorBoard logs to its folder, and at the end curves.png, raster.png and
-result.json. A tenth of the training examples is used for validation, unless the dataset has a
-validation set. The test examples are used once, at the end, with the best epoch. Ctrl-C saves a
-checkpoint and prints the command that resumes the run.
-
-The digits come with scikit-learn. All other datasets are read from --data-dir, else ${ENVIRONMENT},
-else the folder data/ of a source checkout of spikefuse, else the user's cache.
-"""
-
-PREDICT_NOTES = """\
-examples:
-  spikefuse predict runs/digits-conv-1/best.ckpt three.png
-  spikefuse predict runs/digits-conv-1/best.ckpt --top 3 --csv photos > classes.csv
-  spikefuse predict runs/nmnist-conv-1/best.ckpt data/nmnist/Test/7
-
-Files must be of the kind that the network was trained on: images (PNG, JPEG and others), event
-recordings (nmnist and ncaltech101 .bin, dvs_gesture and cifar10_dvs .aedat, shd and ssc .h5), or
-sounds (speech_commands .wav).
-Images are converted to the network's size and channels: scaled so that the shorter side fits, and
-cropped at the centre. Colours are not inverted: mnist and digits have bright digits on black.
-Folders are searched recursively. A file with several recordings has one row for each: file[0],
-file[1] and so on.
-
-A file that cannot be read is reported, the others are classified, and the exit code is 1.
-"""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports errors in one line, and suggests the nearest option for an unknown one."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(USER_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-    def parse_known_args(self, *arguments: Any, **keywords: Any) -> Any:
-        namespace, unknown = super().parse_known_args(*arguments, **keywords)
-        if unknown:
-            option = unknown[0].partition("=")[0]
-            near = difflib.get_close_matches(option, self._option_string_actions, 1, cutoff=0.75)
-            hint = f", did you mean {near[0]}?" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        return namespace, unknown
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps line breaks, and names with hyphens whole."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
-
-
-# Options have to be written in full.
-_EXACT: dict[str, Any] = {"formatter_class": _Formatter, "allow_abbrev": False}
-
-
-def make_parser() -> argparse.ArgumentParser:
-    text = "Train and use spiking neural networks."
-    parser = _Parser(prog="spikefuse", description=text, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"spikefuse {spikefuse.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_train(commands)
-    _add_eval(commands)
-    _add_predict(commands)
-    return parser
-
-
-def _add_train(commands: Any) -> None:
-    train = commands.add_parser(
-        "train",
-        help="train and test a network",
-        usage="%(prog)s [OPTION ...]",
-        description="Train a spiking neural network on images, event data, sounds or series.",
-        epilog=TRAIN_EXAMPLES,
-        **_EXACT,
-    )
-    for f in fields(TrainConfig):
-        if f.metadata["kind"] is tuple:  # found in the files
-            continue
-        if f.name in GROUPS:
-            group = train.add_argument_group(GROUPS[f.name])
-        _add_option(group, f.name, f.metadata)
-    group = train.add_argument_group("files, devices and processes")
-    group.add_argument(
-        "--config",
-        type=Path,
-        metavar="YAML",
-        help="file of options, or the name of a recipe; the command line overrides it",
-    )
-    group.add_argument(
-        "--resume", type=Path, metavar="CKPT", help="checkpoint, or folder, of the run to continue"
-    )
-    _add_run_options(group, *(f.name for f in fields(RunOptions)))
-
-
-def _add_run_options(group: Any, *names: str) -> None:
-    for f in fields(RunOptions):
-        if f.name in names:
-            _add_option(group, f.name, f.metadata, f.default)
-
-
-def _add_option(
-    group: Any, name: str, option: Mapping[str, Any], default: Any = argparse.SUPPRESS
-) -> None:
-    """Add an option; without a default, the namespace lacks it unless it is given."""
-    text, kind = option["help"], option["kind"]
-    values: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-    if kind is not bool:
-        choices = (option["allowed"] or ()) if kind is str else ()
-        plain = {Path: "PATH", str: "NAME"}.get(kind, "N")
-        metavar = "|".join(choices) or plain
-        if len(choices) > MAX_INLINE_CHOICES:
-            metavar, text = "NAME", f"{text}: {', '.join(choices)}"
-        values = {"type": kind, "metavar": metavar}
-    group.add_argument(
-        f"--{name.replace('_', '-')}",
-        *ALIASES.get(name, ()),
-        default=default,
-        help=f"{text} (default: {option['shown']})",
-        **values,
-    )
-
-
-def _add_eval(commands: Any) -> None:
-    evaluate = commands.add_parser(
-        "eval",
-        help="test a checkpoint",
-        description="Print the loss and the metrics of a checkpoint on the test samples.",
-        epilog="example:\n  spikefuse eval runs/digits-conv-1/best.ckpt",
-        **_EXACT,
-    )
-    _add_checkpoint(evaluate)
-    (fuse,) = (f.metadata for f in fields(TrainConfig) if f.name == "fuse")
-    _add_option(evaluate, "fuse", {**fuse, "shown": "as in training"})
-    _add_run_options(evaluate, "device", "data_dir", "download")
-
-
-def _add_checkpoint(command: argparse.ArgumentParser) -> None:
-    """Add the checkpoint, and the options that allow it to use a user's own code."""
-    command.add_argument(
-        "checkpoint",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="best.ckpt or last.ckpt of a run, or its folder, for best.ckpt",
-    )
-    for name, form in (("model", "module:builder"), ("dataset", "module:dataset")):
-        text = f"your own {name} of the run, which is imported and so executes code"
-        command.add_argument(f"--{name}", metavar=form, help=text)
-
-
-def _add_predict(commands: Any) -> None:
-    predict = commands.add_parser(
-        "predict",
-        help="apply a trained network to files",
-        usage="%(prog)s [OPTION ...] CHECKPOINT FILE [FILE ...]",
-        description="Print the class of each file and its probability, or the predicted values.",
-        epilog=PREDICT_NOTES,
-        **_EXACT,
-    )
-    _add_checkpoint(predict)
-    predict.add_argument("files", type=Path, nargs="+", metavar="FILE", help="files or folders")
-    for name, default, text in (
-        ("--top", 1, "classes per example, the most probable first; all values are shown"),
-        ("--batch-size", 32, "examples per batch"),
-    ):
-        text += f" (default: {default})"
-        predict.add_argument(name, type=int, default=default, metavar="N", help=text)
-    form = predict.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
-    form.add_argument("--csv", action="store_true", help="print CSV instead of a table")
-    _add_run_options(predict, "device")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -236,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     command = f"spikefuse {arguments.command}"
     try:
-        commands = {"train": _train, "eval": _eval, "predict": _predict}
+        commands = {"train": _train, "eval": _eval, "predict": _predict, "export": _export}
+        commands["convert"] = _convert
         code = commands[arguments.command](arguments)
         sys.stdout.flush()
         return code
@@ -247,9 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             # torchrun stops all processes when one exits: let the main one report the error first.
             time.sleep(PATIENCE_SECONDS)
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in EXTRA:
+        extra = EXTRAS.get((error.name or "").split(".")[0])
+        if extra is None:
             raise
-        missing = f'{error.name} is not installed: pip install "spikefuse[train]"'
+        missing = f'{error.name} is not installed: pip install "spikefuse[{extra}]"'
         output.complain(f"{command}: error: {missing}")
     except KeyboardInterrupt:
         output.complain(f"{command}: interrupted")
@@ -402,6 +214,39 @@ def _predict(arguments: argparse.Namespace) -> int:
             steps = "".join(f"{number:6}" for number in step)
             output.write(f"{file:<{width}}{steps}  {label:<{label_width}}  {value:{number_format}}")
     return 1 if failed else 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from spikefuse.train import checkpoint, export, predict
+
+    path = checkpoint.in_folder(arguments.checkpoint, checkpoint.BEST)
+    network = predict.load(path, model=arguments.model, dataset=arguments.dataset)
+    suffix = "-step" if arguments.step else ""
+    out = _beside(path, arguments, f"{path.stem}{suffix}.{arguments.format}")
+    text = export.export(network, arguments.format, out, step=arguments.step, dt=arguments.dt)
+    output.write(f"wrote {out}\n{text}")
+    return 0
+
+
+def _beside(path: Path, arguments: argparse.Namespace, name: str) -> Path:
+    """Return where to write a file; checkpoints that come with spikefuse are in its own folder."""
+    return arguments.out or (path.parent if arguments.checkpoint.exists() else Path()) / name
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from spikefuse.train import checkpoint, convert
+
+    for name in ("num_steps", "samples"):
+        if (value := getattr(arguments, name)) < 1:
+            raise ConfigError(f"{name} is {value}: expected a whole number of at least 1")
+    path = checkpoint.in_folder(arguments.checkpoint, checkpoint.BEST)
+    options = RunOptions(
+        device=arguments.device, data_dir=arguments.data_dir, download=arguments.download
+    )
+    out = _beside(path, arguments, f"{path.stem}-spiking.ckpt")
+    loaded = checkpoint.load(path, _own_names(arguments))
+    convert.convert(loaded, arguments, options, out)
+    return 0
 
 
 def _own_names(arguments: argparse.Namespace) -> dict[str, str | None]:

@@ -20,6 +20,7 @@ from spikefuse.nn import Temporal
 from spikefuse.train import choices, own
 from spikefuse.train.choices import EVENT_MODEL
 from spikefuse.train.conflicts import find_conflicts
+from spikefuse.train.converted import spiking
 from spikefuse.train.fields import (
     AT_LEAST_ONE,
     BELOW_ONE,
@@ -31,6 +32,7 @@ from spikefuse.train.fields import (
     choice,
     flag,
     number,
+    of_checkpoint,
     of_files,
     text,
     up_to,
@@ -55,7 +57,9 @@ class TrainConfig:
         "what targets are: a class or values of each example, or a target for each time step",
         TASKS,
     )
-    neuron: str = choice("lif", "neuron model", choices.NEURONS)
+    neuron: str = choice(
+        "lif", "neuron model, or relu or qcfs for spikefuse convert", choices.UNITS
+    )
     decay: float | None = number(
         None,
         "factor that multiplies the membrane potential at every step (plif: its initial value)",
@@ -87,7 +91,11 @@ class TrainConfig:
         None, "events: columns and rows of the camera, such as 346x260", "the files' own"
     )
     num_steps: int = number(
-        None, "number of time steps", AT_LEAST_ONE, "8; for event data, the dataset's own", int
+        None,
+        "number of time steps",
+        AT_LEAST_ONE,
+        "8; for event data, the dataset's own; of relu and qcfs 1",
+        int,
     )
     encoding: str = choice(
         "direct",
@@ -278,6 +286,7 @@ class TrainConfig:
 
     classes: tuple[str, ...] | None = of_files()
     shape: tuple[int, ...] | None = of_files()
+    converted: bool | None = of_checkpoint()
 
     def __post_init__(self) -> None:
         for setting in own.REGISTRIES:
@@ -296,6 +305,7 @@ class TrainConfig:
         no_shift = recorded or len(dataset.shape) == 1 or self.task != "classification"
         defaults: dict[str, Any] = {
             "num_steps": dataset.transform.get("num_steps", choices.DEFAULT_STEPS),
+            **({"num_steps": 1} if self.neuron in choices.ACTIVATIONS else {}),
             "shift": 0 if no_shift else 1,
             "loss": "every" if self.task == "sequence" else "mean",
             "criterion": TASKS[self.task][0],
@@ -370,7 +380,7 @@ class TrainConfig:
         return Task(self.task, self.criterion, self.loss, num, self.label_smoothing)
 
     def make_neuron(self) -> nn.Module:
-        kind = choices.NEURONS[self.neuron]
+        kind = choices.UNITS[self.neuron]
         options: dict[str, Any] = {} if self.decay is None else {"decay": self.decay}
         if self.on_events:
             if "decay" in inspect.signature(kind).parameters:
@@ -404,6 +414,8 @@ class TrainConfig:
         if self.channels_last is not False:  # None in older checkpoints
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         temporal = Temporal(net, POLICIES[self.memory])
+        if self.converted:
+            temporal = spiking(net, dataset.shape)
         return fuse(temporal) if self.fuse else temporal
 
     @property

@@ -128,8 +128,27 @@ def _event_model_conflicts(config: TrainConfig) -> Iterator[str]:
         yield f"precision is {config.precision}, but {EVENT_MODEL} computes in float32: choose 32"
 
 
+def _activation_conflicts(config: TrainConfig) -> Iterator[str]:
+    why = f"but the neuron {config.neuron} does not spike"
+    if config.data.kind != "images":
+        yield f"dataset is {config.dataset}, {why}: choose images, which are the same in each step"
+    if config.encoding != "direct":
+        yield f"encoding is {config.encoding}, {why}: choose direct"
+    if config.num_steps != 1 and not config.converted:
+        yield f"num_steps is {config.num_steps}, {why}: remove it, and give it to spikefuse convert"
+    if config.on_events or config.is_recurrent:
+        yield f"model is {config.model}, {why}: choose a model without events and recurrence"
+    if config.neuron == "relu" and config.threshold != 1.0:
+        yield f"threshold is {config.threshold:g}, {why}: remove it"
+    yield from _given(config, why.removeprefix("but "), "rate_penalty")
+
+
 def _neuron_conflicts(config: TrainConfig) -> Iterator[str]:
-    parameters = inspect.signature(choices.NEURONS[config.neuron]).parameters
+    if config.neuron in choices.ACTIVATIONS:
+        yield from _activation_conflicts(config)
+    elif config.converted:
+        yield f"converted is given, but the neuron {config.neuron} is not converted: damaged"
+    parameters = inspect.signature(choices.UNITS[config.neuron]).parameters
     if config.neuron == "ternarylif":
         yield from _given(config, "the spikes of ternarylif have signs", "rate_penalty")
     for name in ("surrogate", "reset", "detach_reset"):

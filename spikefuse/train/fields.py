@@ -70,6 +70,11 @@ def of_files() -> Any:
     return field(default=None, metadata=describe("", tuple, ""))
 
 
+def of_checkpoint() -> Any:
+    """Return a field for a flag that a checkpoint sets, which is no option."""
+    return field(default=None, metadata=describe("", bool, ""))
+
+
 def describe(help: str, kind: type, shown: str, allowed: Any = None) -> dict[str, Any]:
     return {"help": help, "kind": kind, "shown": shown, "allowed": allowed}
 

@@ -62,8 +62,8 @@ def _resumed_directory(config: TrainConfig, resumed: LoadedRun) -> Path:
     directory = resumed.path.parent
     if not resumed.resumable:
         raise ConfigError(
-            f"{resumed.path} was saved by an earlier version of spikefuse: it can be tested, "
-            "but not resumed; start a new run"
+            f"{resumed.path} was converted, or saved by an earlier version of spikefuse: it can be "
+            "tested, but not resumed; start a new run"
         )
     if resumed.history and not (directory / BEST).is_file():
         raise ConfigError(

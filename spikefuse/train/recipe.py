@@ -89,8 +89,7 @@ def _entries(text: str) -> list[tuple[int, str, Any]] | None:
 
 def _convert(name: str, value: Any) -> Any:
     """Convert a value to the type of its option: YAML reads 1e-3 as a string, 32 as a number."""
-    kinds = {f.name: f.metadata["kind"] for f in fields(TrainConfig)}
-    kinds = {name: kind for name, kind in kinds.items() if kind is not tuple}
+    kinds = {f.name: f.metadata["kind"] for f in fields(TrainConfig) if f.metadata["help"]}
     if name in PLACE:
         raise ConfigError(
             f"{name} is accepted on the command line only: pass --{name.replace('_', '-')}"

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
+from torch.nn.utils.parametrize import is_parametrized
 
 from spikefuse.graph.nodes import name_of
 from spikefuse.kernels.norm import BatchNorm
@@ -153,6 +154,8 @@ def fold_norms(net: fx.GraphModule, num_dims: Mapping[fx.Node, int]) -> None:
         num_dims: of the values of nodes.
     """
     calls = [node.target for node in net.graph.nodes if node.op == "call_module"]
+    # Layers whose tensors the network reads itself, such as tied weights.
+    read = {str(n.target).rpartition(".")[0] for n in net.graph.find_nodes(op="get_attr")}
     for node in net.graph.find_nodes(op="call_module"):
         norm = net.get_submodule(node.target)
         above = node.all_input_nodes[0] if node.all_input_nodes else None
@@ -160,8 +163,12 @@ def fold_norms(net: fx.GraphModule, num_dims: Mapping[fx.Node, int]) -> None:
             continue
         if above is None or above.op != "call_module" or len(above.users) > 1:
             continue
+        if above.target in read:
+            continue
         layer = net.get_submodule(above.target)
         if calls.count(node.target) > 1 or calls.count(above.target) > 1:
+            continue
+        if is_parametrized(layer) or is_parametrized(norm):
             continue
         if isinstance(layer, nn.Linear) and num_dims[above] == 2:
             folded: nn.Module = fuse_linear_bn_eval(layer, norm)

@@ -28,6 +28,7 @@ from spikefuse.transforms.converters.common import (
 )
 from spikefuse.transforms.converters.forward_code import CodeReader, GraphReader, Roles
 from spikefuse.transforms.converters.over_time import over_time, refuse_temporal
+from spikefuse.transforms.copies import copied
 from spikefuse.transforms.tables import aligned
 
 MakeModule = Callable[[Any], nn.Module]
@@ -144,7 +145,7 @@ def convert(
     check_module("model", model)
     if any(isinstance(m, Temporal) for m in model.modules()):
         raise ValueError("the model has a Temporal in it: convert the network, then wrap it")
-    source, replacements = copying.deepcopy(model) if copy else model, dict(extra or {})
+    source, replacements = copied(model, plain=False) if copy else model, dict(extra or {})
     conversion = _Converter(source, replacements)
     result = conversion.result()
     if conversion.time_line:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from typing import Any
@@ -21,6 +20,7 @@ from spikefuse.nn.nesting import map_tensors
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.temporal import Temporal, layers_with_states
+from spikefuse.transforms.copies import copied
 
 
 def exportable(net: nn.Module, step: bool = False) -> nn.Module:
@@ -60,7 +60,7 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
         net = _container(net)
     for name, module in net.named_modules():
         _check(name, module)
-    result = copy.deepcopy(net).eval().requires_grad_(False)
+    result = copied(net).eval().requires_grad_(False)
     inside = {m for t in result.modules() if isinstance(t, Temporal) for m in t.net.modules()}
     for name, module in result.named_modules():
         if getattr(vars(module).get("forward"), "func", None) is run_fused:

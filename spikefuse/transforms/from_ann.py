@@ -23,6 +23,7 @@ from spikefuse.transforms.ann_graph import (
     rewrite,
     traced,
 )
+from spikefuse.transforms.copies import copied
 from spikefuse.transforms.tables import aligned
 
 #: Values of a layer among which its threshold is chosen, and candidates.
@@ -158,7 +159,7 @@ def from_ann(
         )
     if not isinstance(also, tuple) or not all(isinstance(kind, type) for kind in also):
         raise TypeError(f"also is {also!r}: expected a tuple of classes, such as (nn.GELU,)")
-    original = copy.deepcopy(net).eval()
+    original = copied(net).eval()
     graph = traced(copy.deepcopy(original), also)
     recorder, batches = Recorder(graph, also), list[tuple[Tensor, ...]]()
     activations: dict[fx.Node, Activation] = {}

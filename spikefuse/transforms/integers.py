@@ -70,8 +70,10 @@ def to_integers(net: Temporal, step: float = 1.0, bits: int = 8) -> list[Layer]:
         name = f"net.{node.target if is_module else node.name}"
         if before is not None and node.all_input_nodes != [before]:
             raise ValueError(f"'{name}' does not read the layer before it only: expected a chain")
-        other = nn.Flatten() if name_of(node) == "flatten" else None
-        module = graph.get_submodule(str(node.target)) if is_module else other
+        module: Any = graph.get_submodule(str(node.target)) if is_module else None
+        if not is_module and name_of(node) == "flatten":
+            dims = dict(zip(("start_dim", "end_dim"), node.args[1:], strict=False)) | node.kwargs
+            module = nn.Flatten(dims.get("start_dim", 0), dims.get("end_dim", -1))
         if node.op.startswith("call") and not isinstance(module, SKIPPED):
             try:
                 layer, values = _layer(module, values)
@@ -85,7 +87,8 @@ def to_integers(net: Temporal, step: float = 1.0, bits: int = 8) -> list[Layer]:
 def _layer(module: Any, x: Values) -> tuple[Layer, Values]:
     """The integers of a layer."""
     kind = next((kind for kind in LAYERS if isinstance(module, kind)), None)
-    if kind is None or (kind in (LIF, IF) and type(module) is not kind):
+    is_other = kind in (LIF, IF) and type(module) is not kind
+    if kind is None or is_other or type(module).forward is not kind.forward:
         raise ValueError(f"expected {', '.join(kind.__name__ for kind in LAYERS)}")
     layer = {name: getattr(module, name) for name in getattr(module, "__constants__", ())}
     layer["kind"], (step, largest) = kind.__name__, x

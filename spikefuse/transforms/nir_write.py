@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from operator import add, iadd
 from types import ModuleType
@@ -26,6 +25,7 @@ from spikefuse.nn.symbolic import is_leaf
 from spikefuse.nn.temporal import Temporal
 from spikefuse.transforms.converters.common import Above, Refusal
 from spikefuse.transforms.converters.norse import SynapticLI
+from spikefuse.transforms.copies import copied
 from spikefuse.transforms.nir_layers import Scale, Threshold, check_dt, package
 
 Layer = Neuron | Recurrent | Feedback
@@ -91,7 +91,7 @@ def to_nir(net: nn.Module, sample: Tensor, *, dt: float) -> Any:
         if isinstance(module, Temporal) and module is not net:
             raise ValueError(f"'{name}' is a Temporal inside the network: pass that alone")
     temporal = net if isinstance(net, Temporal) else Temporal(net)
-    graph = _traced(copy.deepcopy(temporal.net).eval())
+    graph = _traced(copied(temporal.net).eval())
     run = Temporal(_ShapeRecorder(graph))
     with torch.no_grad():
         x = sample.transpose(0, 1) if temporal.batch_first else sample

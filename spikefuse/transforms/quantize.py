@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import register_parametrization
+from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
 from spikefuse._torch import children_of
 from spikefuse.kernels.norm import BatchNorm
@@ -33,14 +33,17 @@ def quantize(net: Temporal, x: Tensor, weights: int | None = 8, states: int | No
     rounded values, through whose rounding gradients pass, except where a value saturates.
 
     - Weights are integers from -m to m, m = 2^(weights - 1) - 1, times a step for each output of
-      the layer: with 2 bits, they are ternary. Biases have 24 bits, of 2^(weights - 8) times that
-      step. Batch norms are folded into the layer in front of them.
+      the layer, of at least 1/256 of its largest one: with 2 bits, they are ternary. Biases have 24
+      bits, of 2^(weights - 8) times that step, or of a larger one that holds them. Batch norms are
+      folded into the layer in front of them.
     - States are rounded at the end of each time step to signed integers, which saturate, times one
       step for each state of a neuron.
-    - Parameters of neurons are rounded to 8 significant bits, and no longer learned.
+    - Parameters of neurons are rounded to 8 significant bits, and no longer learned. A decay above
+      0.998 becomes 1.
 
     Steps are powers of two: those with the least square error of the weights, and of the states
-    that `x` causes. `sf.to_integers` returns the integers.
+    that `x` causes, the largest one of all calls of a neuron. `sf.to_integers` returns the
+    integers.
 
     Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
     Integer-Arithmetic-Only Inference", CVPR 2018; Venkatesh et al., "SQUAT: Stateful
@@ -60,13 +63,14 @@ def quantize(net: Temporal, x: Tensor, weights: int | None = 8, states: int | No
     Raises:
         TypeError: `net` is not a `Temporal`.
         ValueError: bits are out of range, a neuron is not called, torch.fx cannot trace a network
-            with norms, or a layer with parameters is none that can be quantized.
+            with norms, or a layer with parameters is none that can be quantized, or already is.
     """
     if not isinstance(net, Temporal):
         raise TypeError(f"net is {net!r}: expected a spikefuse.Temporal")
     for name, bits, most in (("weights", weights, 8), ("states", states, 16)):
         if bits is not None and not (type(bits) is int and 2 <= bits <= most):
             raise ValueError(f"{name} is {bits!r}: expected bits from 2 to {most}, or None")
+    modes = {name: module.training for name, module in net.named_modules()}
     result = copy.deepcopy(net).eval()
     if weights is not None:
         if any(isinstance(module, BatchNorm) for module in result.modules()):
@@ -74,7 +78,9 @@ def quantize(net: Temporal, x: Tensor, weights: int | None = 8, states: int | No
         _quantize_weights(result, weights)
     if states is not None:
         _quantize_states(result, x, states)
-    return result.train(net.training)
+    for name, module in result.named_modules():
+        module.training = modes.get(name, net.training)
+    return result
 
 
 class FixedPoint(nn.Module):
@@ -85,8 +91,8 @@ class FixedPoint(nn.Module):
         self.step, self.most = nn.Buffer(step), 2 ** (bits - 1) - 1
 
     def forward(self, x: Tensor) -> Tensor:
-        step = self.step.to(x.dtype).view(-1, *[1] * (x.ndim - 1))
-        return fixed_point(x, step, -self.most, self.most)
+        step = self.step.view(-1, *[1] * (x.ndim - 1))
+        return fixed_point(x.to(step.dtype), step, -self.most, self.most).to(x.dtype)
 
 
 def _fold(net: Temporal, x: Tensor) -> None:
@@ -98,24 +104,35 @@ def _fold(net: Temporal, x: Tensor) -> None:
     for hook in hooks:
         hook.remove()
     graph = traced(net.net)
-    calls = graph.graph.find_nodes(op="call_module")
-    fold_norms(graph, {n: dims.get(graph.get_submodule(str(n.target)), 0) for n in calls})
-    folded = dict(graph.named_modules())
-    for name, module in [*net.net.named_modules()]:
-        if isinstance(module, LAYERS) and name in folded:
-            net.net.set_submodule(name, folded[name])
-        elif isinstance(module, BatchNorm) and name not in folded:
+    calls = {n: str(n.target) for n in graph.graph.find_nodes(op="call_module")}
+    called = {graph.get_submodule(target): target for target in calls.values()}
+    fold_norms(graph, {n: dims.get(graph.get_submodule(calls[n]), 0) for n in calls})
+    remaining = {n.target for n in graph.graph.find_nodes(op="call_module")}
+    for name, module in [*net.net.named_modules(remove_duplicate=False)]:  # all names of a module
+        target = called.get(module)
+        if isinstance(module, LAYERS) and target in remaining:
+            net.net.set_submodule(name, graph.get_submodule(str(target)))
+        elif isinstance(module, BatchNorm) and target is not None and target not in remaining:
             net.net.set_submodule(name, nn.Identity())
 
 
 def _quantize_weights(net: Temporal, bits: int) -> None:
     for name, layer in [*net.named_modules()]:
         if isinstance(layer, LAYERS):
+            if is_parametrized(layer):
+                raise ValueError(
+                    f"'{name}' has parametrizations, from sf.quantize or such as weight_norm: "
+                    "expected a network whose weights are parameters"
+                )
             step = best_step(layer.weight.flatten(1).float(), bits)
+            # The steps of outputs with tiny weights would demand sums of many bits.
+            step = _or(2.0 ** (1 - bits), step.maximum(step.amax() / 256))
             register_parametrization(layer, "weight", FixedPoint(step, bits))
             if layer.bias is not None:
                 step = step if step.shape == layer.bias.shape else step.amin().expand_as(layer.bias)
-                register_parametrization(layer, "bias", FixedPoint(step * 2.0 ** (bits - 8), 24))
+                least = _power_of_two(layer.bias.abs().float() / (2**23 - 1))
+                step = torch.maximum(step * 2.0 ** (bits - 8), least)
+                register_parametrization(layer, "bias", FixedPoint(step, 24))
         elif isinstance(layer, Neuron | Surrogate | Learnable):
             continue
         elif isinstance(layer, BatchNorm) or [*layer.parameters(recurse=False)]:
@@ -127,17 +144,17 @@ def _quantize_weights(net: Temporal, bits: int) -> None:
 
 
 class _StateSteps(Observer):
-    """Chooses the steps of the states of each neuron that runs."""
+    """Chooses the steps of the states of each neuron that runs: the largest of its calls."""
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
+        self.steps: dict[nn.Module, list[Tensor]] = {}
 
     def scan(self, neuron: Any, scan: Scan, arguments: Any, wanted: Any) -> Any:
         if names := tuple(neuron.states):
             states = scan(arguments, wanted._replace(outputs=names)).outputs
-            for name, state in zip(names, states, strict=True):
-                step = best_step(state.float().reshape(1, -1), self.bits)
-                setattr(neuron, f"{name}_step", step.squeeze())
+            steps = [best_step(state.float().reshape(1, -1), self.bits)[0] for state in states]
+            self.steps[neuron] = [*map(torch.maximum, steps, self.steps.get(neuron, steps))]
         return super().scan(neuron, scan, arguments, wanted)
 
 
@@ -145,11 +162,15 @@ def _quantize_states(net: Temporal, x: Tensor, bits: int) -> None:
     neurons = {name: m for name, m in net.named_modules() if isinstance(m, Neuron) and m.states}
     for neuron in neurons.values():
         _round_parameters(neuron)
-    with observing(_StateSteps(bits)):
+        neuron.state_bits = 0
+    observer = _StateSteps(bits)
+    with observing(observer):
         net(x, impl="reference")  # compiles nothing
     for name, neuron in neurons.items():
-        if not all(hasattr(neuron, f"{state}_step") for state in neuron.states):
+        if neuron not in observer.steps:
             raise ValueError(f"'{name}' is not called, so that the range of its states is unknown")
+        for state, step in zip(neuron.states, observer.steps[neuron], strict=True):
+            setattr(neuron, f"{state}_step", _or(1.0, step))
         neuron.state_bits = bits
 
 
@@ -162,28 +183,33 @@ def _round_parameters(neuron: Neuron) -> None:
             elif isinstance(value, float):
                 setattr(part, name, _rounded(torch.tensor(value)).item())
         for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
-            tensor.requires_grad_(False).copy_(_rounded(tensor))
+            tensor.requires_grad_(False).copy_(_rounded(tensor.float()))
 
 
 def _rounded(value: Tensor) -> Tensor:
-    """Round to 8 significant bits."""
+    """Round to 8 significant bits, except for infinity."""
     unit = _power_of_two(value.abs()) / 256
-    return (value / unit).round() * unit
+    return torch.where(unit > 0, (value / unit).round() * unit, value)
 
 
 def _power_of_two(value: Tensor) -> Tensor:
-    """The least power of two above a positive value, exactly; 1 for 0."""
-    return torch.where(value > 0, value / torch.frexp(value).mantissa, 1.0)
+    """The least power of two above a positive value, exactly; 0 for 0."""
+    return torch.where(value > 0, value / torch.frexp(value).mantissa, 0.0)
+
+
+def _or(default: float, step: Tensor) -> Tensor:
+    """A step, or a default where all values were 0."""
+    return torch.where(step > 0, step, default)
 
 
 def best_step(rows: Tensor, bits: int) -> Tensor:
     """Return for each row `[R, N]` the power of two whose multiples, by integers of `bits` bits,
-    are closest to the values by their square error."""
+    are closest to the values by their square error; 0 for a row of zeros."""
     most = 2 ** (bits - 1) - 1
     best = step = _power_of_two(rows.abs().amax(1) / most)
     least = torch.full_like(best, torch.inf)
     for _ in range(8):
-        unit = step.unsqueeze(1)
+        unit = _or(1.0, step).unsqueeze(1)
         error = ((rows / unit).round().clamp(-most, most) * unit - rows).square().sum(1)
         best, least = torch.where(error < least, step, best), torch.minimum(error, least)
         step = step / 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy as copying
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.activations import ACTIVATIONS, FUNCTIONS, METHODS
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.temporal import Temporal
+from spikefuse.transforms.copies import copied
 
 MakeNeuron = Callable[[], Neuron]
 
@@ -69,7 +69,7 @@ def spiking(
             f"{'; '.join(calls)}. Make each a module, such as self.relu = nn.ReLU(), or leave its "
             "class out of replace="
         )
-    result = copying.deepcopy(model) if copy else model
+    result = copied(model, plain=False) if copy else model
     activations = [
         (parent, name, child)
         for parent in result.modules()

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import spikefuse as sf
 from spikefuse import reference
@@ -264,6 +265,23 @@ def test_potentials(training, backends):
         found, wanted = actual.backward(weights), expected.backward(weights)
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_pruned_norms():
+    """Their hooks run where a norm is called, which a block does not do."""
+    block, expected, x = make_block(), make_block(), make_inputs(4, 1)[0].detach()
+    mask = torch.tensor([1.0, 0, 1, 0, 1, 1])
+    prune.custom_from_mask(block.norm, "weight", mask)
+    optimizer = torch.optim.SGD(block.parameters(), 0.1)
+    for _ in range(2):
+        block(x).sum().backward()
+        optimizer.step()
+    norm = block.norm.eval()
+    assert not torch.equal(norm.weight_orig[mask == 1], expected.norm.weight[mask == 1])
+    values = {**norm.state_dict(), "weight": mask * norm.weight_orig}
+    known = expected.norm.eval().state_dict()
+    expected.norm.load_state_dict({name: values[name] for name in known})
+    assert torch.equal(block(x), expected(x))
 
 
 @pytest.mark.parametrize("policy", [sf.memory.Recompute(), sf.memory.Bits(), sf.memory.SaveAll()])

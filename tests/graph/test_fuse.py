@@ -350,6 +350,13 @@ def test_converted_models() -> None:
     assert Place("net.bn", "net.relu") in fused.fusion.fused
 
 
+def test_graph_modules() -> None:
+    """Whose class, of their own, has the code."""
+    net = sf.from_ann(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), torch.rand(4, 6))
+    x = torch.randn(4, 3, 6)
+    torch.testing.assert_close(sf.fuse(net)(x), net(x))
+
+
 def test_norms_outside_of_a_temporal() -> None:
     inside = sf.Temporal(nn.Sequential(nn.BatchNorm1d(3), sf.LIF()))
     outside = nn.Flatten(0, 1), nn.BatchNorm1d(3), nn.Unflatten(0, (4, 2)), sf.LIF()

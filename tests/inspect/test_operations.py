@@ -25,9 +25,9 @@ def counted(call) -> Operations:
 def test_a_linear_layer_by_hand() -> None:
     x = torch.tensor([[1.0, 0, 0, 1], [0, 0, 0, 0], [0, -1, 0, 0]])
     layer = nn.Linear(4, 5)
-    assert counted(lambda: layer(x)) == Operations(3 * 5, 0, 3 * 4 * 5, 3, 12)
+    assert counted(lambda: layer(x)) == Operations(3 * 5, 0, 3 * 4 * 5, 3, 12, 15)
     x[0, 0] = 0.5
-    assert counted(lambda: layer(x)) == Operations(0, 3 * 4 * 5, 3 * 4 * 5, 3, 12)
+    assert counted(lambda: layer(x)) == Operations(0, 3 * 4 * 5, 3 * 4 * 5, 3, 12, 15)
 
 
 CONVOLUTIONS = [
@@ -54,7 +54,7 @@ def test_convolutions_by_hand(options: dict) -> None:
     assert found.accumulates == y.sum().item() > 0
     assert found.multiplies == 0
     assert found.dense == y.numel() * 9 * 4 / layer.groups
-    expected = Operations(0, found.dense, found.dense, found.nonzero, found.inputs)
+    expected = Operations(0, found.dense, found.dense, found.nonzero, found.inputs, y.numel())
     assert counted(lambda: layer(x / 2)) == expected
 
 

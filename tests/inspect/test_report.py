@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spikefuse as sf
+from spikefuse.inspect.energy import HARDWARE, Accesses
 from spikefuse.nn import EventLinear, encode
 
 T, B = 3, 2
@@ -78,6 +80,17 @@ def test_a_network_by_hand() -> None:
         full = (s.sum((0, 1, 2)) == 2 * T * B).float().mean().item()
         assert found[name].saturated == pytest.approx(full)
     assert any(found[name].dead for name in fired)
+
+    # Memory: the image, and the spikes of net.1, which net.2 reads.
+    emitted = torch.stack(fired["net.1"]).sum().item() / (2 * B)
+    macs = T * 64 * 4 * 9
+    assert found["net.0"].accesses == Accesses(macs, 0.0, 0.0, macs, T * 64 * 4)
+    assert found["net.1"].accesses == Accesses(0.0, T * 256, T * 256, 0.0, emitted)
+    read = adds[0] / (2 * B)
+    assert found["net.2"].accesses == Accesses(read, read, read, emitted, 0.0)
+    assert found["net.2"].ann_accesses == Accesses(16 * 6 * 18, 0, 0, 16 * 6 * 18, 16 * 6)
+    assert found["net.10"].accesses == Accesses(0.0, T * 10, T * 10, 0.0, T * 10)
+
     assert report.rates.keys() == fired.keys()  # potentials of LI are no spikes
 
     multiplies = T * (64 * 4 * 9 + 60)
@@ -87,6 +100,33 @@ def test_a_network_by_hand() -> None:
     assert report.ann_energy == pytest.approx(4.6e-12 * ann)
     assert report.parameters == sum(p.numel() for p in net.parameters())
     assert report.not_counted == ()
+
+
+def test_estimates(tmp_path: Path) -> None:
+    net = sf.Temporal(nn.Sequential(sf.LIF(threshold=0.3), nn.Linear(20, 30), sf.LI()))
+    report = sf.report(net, [torch.rand(T, B, 20)])
+    _, linear, _ = report.layers
+    added, fired = linear.accumulates, linear.accesses.spike_reads
+    assert added == 30 * fired > 0
+    result = report.estimate("7nm-int8", "dram")
+    part = result["layers"]["net.1"]  # 7 nm: 0.007 pJ, 350/8 pJ in DRAM, 8.5/8 pJ in SRAM
+    assert part["operations"] == pytest.approx(0.007e-12 * added)
+    assert part["weights"] == pytest.approx(350e-12 / 8 * added)
+    assert part["states"] == pytest.approx(8.5e-12 / 8 * 2 * added)
+    assert part["spikes"] == pytest.approx(8.5e-12 / 8 * fired)
+    assert part["total"] == pytest.approx(sum(part.values()) - part["total"])
+    assert result["total"]["total"] == sum(p["total"] for p in result["layers"].values())
+    assert result["ann"]["weights"] == pytest.approx(350e-12 / 8 * 600)
+    assert report.estimate()["total"]["operations"] == pytest.approx(report.energy)
+    assert report.estimate(HARDWARE["45nm-int8"]) == report.estimate("45nm-int8")
+    for wrong in (("3nm", "sram"), ("7nm-int8", "disk")):
+        with pytest.raises(ValueError, match="expected one of 45nm-float32, 45nm-int8, 7nm-float"):
+            report.estimate(*wrong)
+    report.save(tmp_path / "report.json")
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert content["estimates"]["7nm-int8, weights in dram"] == result
+    assert content["layers"][1]["accesses"]["weight_reads"] == added
+    assert content["accumulates"] == report.accumulates
 
 
 def test_sums_in_residual_networks_are_not_binary() -> None:
@@ -139,6 +179,9 @@ def test_layers_of_events() -> None:
     hidden = record["net.0.neuron"]["spikes"]
     assert found["net.0"].accumulates == x.sum() * 30 / B
     assert found["net.0"].ann == 20 * 30
+    added, fired = found["net.0"].accumulates, hidden.sum().item() / B
+    states = added + T * 30
+    assert found["net.0"].accesses == Accesses(added, states, states, x.sum().item() / B, fired)
     assert found["net.0"].rate == pytest.approx(hidden.mean().item())
     assert found["net.1"].accumulates == hidden.sum() * 5 / B > 0
     assert sum(row.parameters for row in found.values()) == sum(p.numel() for p in net.parameters())
@@ -252,7 +295,7 @@ def test_tables(tmp_path: Path) -> None:
     text = str(report)
     assert text.splitlines()[0].split()[:5] == ["layer", "module", "rate", "dead", "saturated"]
     assert "0.9 pJ per AC and 4.6 pJ per MAC" in text
-    assert "Memory traffic" in text
+    assert "Memory accesses" in text
     report.save(tmp_path / "report.md")
     markdown = (tmp_path / "report.md").read_text()
     assert markdown.startswith(report.to_markdown())
@@ -264,7 +307,7 @@ def test_tables(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     assert page.count("<tr>") == 5
     assert "data:image/png;base64," in page
-    with pytest.raises(ValueError, match=r"expected a name that ends in .html or .md"):
+    with pytest.raises(ValueError, match=r"name that ends in .html, .md, .json"):
         report.save(tmp_path / "report.pdf")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ with warnings.catch_warnings():
     from snntorch.import_nir import import_from_nir as snntorch_from_nir
 
     norse = pytest.importorskip("norse.torch", reason=REASON)
+    from norse.torch.functional.iaf import IAFParameters
     from norse.torch.functional.leaky_integrator_box import LIBoxParameters
     from norse.torch.functional.lif import LIFParameters
     from norse.torch.functional.lif_box import LIFBoxParameters
@@ -81,6 +83,43 @@ def test_graphs_of_spikingjelly(tmp_path):
     assert_same_spikes(ours(path, x), net(x))
 
 
+class Residual(nn.Module):
+    """An addition, strides and dilations, and resets other than 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = layer.Conv2d(1, 4, 3, stride=(1, 2), padding=(2, 1), dilation=(2, 1))
+        self.lif, self.inner = neuron.LIFNode(v_threshold=0.2, v_reset=-0.1), neuron.IFNode(0.5)
+        self.second, self.pool = layer.Conv2d(4, 4, 3, padding=1), layer.AvgPool2d(2, 1)
+        self.flatten, self.out = layer.Flatten(), layer.Linear(24, 6)
+        self.last = neuron.ParametricLIFNode(v_threshold=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes = self.lif(self.conv(x))
+        y = self.inner(self.second(spikes)) + spikes
+        return self.last(self.out(self.flatten(self.pool(y))))
+
+
+def test_residual_networks_of_spikingjelly(tmp_path):
+    net, x, path = Residual().double(), sequence(1, 4, 6), tmp_path / "net.nir"
+    functional.set_step_mode(net, "m")
+    nir_exchange.export_to_nir(net, x, save_path=path, dt=DT)
+    functional.reset_net(net)
+    assert_same_spikes(ours(path, x), net(x))
+
+
+def test_resets_of_spikingjelly(tmp_path):
+    """Its IF starts at v_reset, which the file does not say: ours takes it as a state."""
+    net = nn.Sequential(layer.Linear(12, 20), neuron.IFNode(0.5, v_reset=0.1)).double()
+    functional.set_step_mode(net, "m")
+    x, path = sequence(12), tmp_path / "net.nir"
+    nir_exchange.export_to_nir(net, x, save_path=path, dt=DT)
+    functional.reset_net(net)
+    read = sf.Temporal(sf.from_nir(path, dt=DT).double())
+    state = {"net._1": (torch.full((3, 20), 0.1),)}
+    assert_same_spikes(read(x, state=state, impl="reference"), net(x))
+
+
 def test_spikingjelly_reads_ours():
     net = nn.Sequential(
         *(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), sf.IF(0.5), nn.AvgPool2d(2)),
@@ -134,6 +173,39 @@ def test_graphs_of_snntorch(tmp_path):
     assert_same_spikes(ours(path, x, 1e-4), torch.stack([net(now) for now in x]).detach())
 
 
+def leaky(shape: tuple[int, ...], decay: float, threshold: float):
+    values = {"threshold": torch.full(shape, threshold), "init_hidden": True}
+    return snn.Leaky(torch.full(shape, decay), reset_mechanism="zero", reset_delay=False, **values)
+
+
+def test_images_in_snntorch(tmp_path):
+    """Values per neuron, and feedback from each neuron to itself."""
+    feedback = {"all_to_all": False, "V": torch.linspace(-1, 1, 20)}
+    values = [grid(torch.rand(6) / 2 + 0.25) for _ in range(2)]
+    options = {"init_hidden": True, "reset_mechanism": "zero", "reset_delay": False}
+    net = nn.Sequential(
+        *(nn.Conv2d(1, 4, 3, padding=1), leaky((4, 4, 6), 0.75, 0.3)),
+        *(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(24, 20)),
+        *(spiking(snn.RLeaky, 20, 0.2, 0.5, **feedback), nn.Linear(20, 6)),
+        snn.Leaky(values[0], threshold=values[1], **options),
+    )
+    x, path = grid(sequence(1, 4, 6).float()), tmp_path / "net.nir"
+    nir.write(path, snntorch_to_nir(on_grid(net), x[0], ignore_dims=[0]))
+    for module in (net[1], net[5], net[7]):
+        module.reset_mem()
+    assert_same_spikes(ours(path, x, 1e-4), torch.stack([net(now) for now in x]).detach())
+
+
+def test_refused_images_of_snntorch(tmp_path):
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), leaky((4, 4, 6), 0.75, 0.3))
+    with torch.no_grad():
+        net[1].beta[0, 0, 0] = 0.5
+    path = tmp_path / "net.nir"
+    nir.write(path, snntorch_to_nir(net, torch.rand(1, 1, 4, 6), ignore_dims=[0]))
+    with pytest.raises(ValueError, match="its tau differs within a channel: expected one value"):
+        ours(path, sequence(1, 4, 6), 1e-4)
+
+
 def test_snntorch_reads_ours():
     net = nn.Sequential(
         *(nn.Linear(12, 20), sf.LIF(0.75, 0.3)),
@@ -166,6 +238,32 @@ def test_graphs_of_norse():
     expected = with_states(net.double(), x)
     assert expected.std() > 0.01
     torch.testing.assert_close(ours(graph, x), expected, rtol=1e-6, atol=1e-8)
+
+
+def test_files_of_norse(tmp_path):
+    """A file holds one value per neuron. Steps of 1 make the r of an IF that of Norse."""
+
+    def net(make: Callable[[int], nn.Module]) -> nn.Module:
+        return norse.SequentialState(
+            *(nn.Linear(12, 20), make(20), nn.Linear(20, 6, bias=False), make(6))
+        )
+
+    def box(n: int) -> nn.Module:
+        values = (torch.full((n,), value) for value in (200.0, 0.1, 0.0))
+        tau, v_th, v_leak = values
+        return norse.LIFBoxCell(LIFBoxParameters(tau, v_th=v_th, v_leak=v_leak), dt=DT)
+
+    def counting(n: int) -> nn.Module:
+        return norse.IAFCell(IAFParameters(v_th=torch.full((n,), 0.5)))
+
+    x, path = sequence(12), tmp_path / "net.nir"
+    for make, dt in ((box, DT), (counting, 1.0)):
+        theirs = net(make)
+        nir.write(path, norse_to_nir(theirs, x[0].float(), dt=1.0))
+        assert_same_spikes(ours(path, x, dt), with_states(theirs.double(), x))
+    nir.write(path, norse_to_nir(net(box), x[0].float()))  # which multiplies by dt
+    with pytest.raises(ValueError, match=r"its tau is 5e-06, and a time step 0\.001: expected"):
+        ours(path, x)
 
 
 def test_norse_reads_ours():

@@ -115,7 +115,10 @@ def test_checkpoint_of_an_earlier_version(
     torch.save(content, "old.ckpt")
     assert spikefuse("eval", "old.ckpt") == 0
     assert spikefuse("train", "--resume", "old.ckpt") == 2
-    assert "old.ckpt was saved by an earlier version of spikefuse" in capsys.readouterr().err
+    assert (
+        "old.ckpt was converted, or saved by an earlier version of spikefuse"
+        in capsys.readouterr().err
+    )
 
 
 def test_resume_without_best_checkpoint(

@@ -18,9 +18,10 @@ import torch
 from spikefuse import data, models
 from spikefuse.train import cli
 from spikefuse.train.choices import NEURONS
-from spikefuse.train.cli import GROUPS, main, make_parser
+from spikefuse.train.cli import main
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
+from spikefuse.train.parser import GROUPS, make_parser
 from tests.processes import finish, torchrun, wait_for
 from tests.train.runs import OPTIONS, PLAIN, rows
 
@@ -61,6 +62,8 @@ def test_help_names_every_option_with_its_default(
         (["--help"], "COMMAND"),
         (["eval", "--help"], "CHECKPOINT"),
         (["predict", "--help"], "FILE [FILE ...]"),
+        (["convert", "--help"], "sf.from_ann"),
+        (["export", "--help"], "--format onnx|pt2|nir"),
         (["--version"], "spikefuse 0."),
     ],
 )
@@ -77,7 +80,7 @@ def test_other_help(
 
 def test_help_does_not_import_lightning() -> None:
     code = (
-        "import sys; from spikefuse.train.cli import make_parser; make_parser().format_help(); "
+        "import sys; from spikefuse.train.parser import make_parser; make_parser().format_help(); "
         "loaded = {'lightning', 'matplotlib', 'sklearn', 'numba'} & set(sys.modules); "
         "assert not loaded, loaded"
     )

@@ -35,6 +35,22 @@ WRONG = [
     ({"dataset": "folder", "classes": ["a"]}, "classes is ['a']: expected a tuple"),
     ({"model": "perceiver"}, "unknown model 'perceiver': choose one of mlp, conv, resnet18"),
     ({"neuron": "LIF"}, "unknown neuron 'LIF': "),
+    ({"neuron": "relu", "dataset": "nmnist"}, "dataset is nmnist, but the neuron relu does no"),
+    (
+        {"neuron": "relu", "encoding": "poisson"},
+        "encoding is poisson, but the neuron relu does not",
+    ),
+    (
+        {"neuron": "qcfs", "num_steps": 4},
+        "num_steps is 4, but the neuron qcfs does not spike",
+    ),
+    (
+        {"neuron": "relu", "model": "recurrent"},
+        "model is recurrent, but the neuron relu does",
+    ),
+    ({"neuron": "relu", "threshold": 2.0}, "threshold is 2, but the neuron relu does not spike: r"),
+    ({"neuron": "relu", "rate_penalty": 1.0}, "rate_penalty is given, but the neuron relu does no"),
+    ({"neuron": "qcfs", "reset": "soft"}, "reset is given, but the neuron qcfs takes none: remov"),
     ({"encoding": 3}, "unknown encoding 3: choose one of direct, poisson"),
     ({"precision": "64"}, "unknown precision '64': choose one of 32, bf16, 16"),
     ({"num_steps": 0}, "num_steps is 0: expected a whole number of at least 1"),

@@ -411,7 +411,7 @@ def test_copies_are_equal(make):
 
 
 def test_onnx():
-    pytest.importorskip("onnxscript", reason="needs onnxscript, of the extra dev")
+    pytest.importorskip("onnxscript", reason="needs the extra onnx")
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime, of the extra dev")
 
     def session(net, *args, **options):

@@ -128,6 +128,7 @@ def test_refusals() -> None:
     conv = nn.Conv2d(2, 2, 3)
     refused(nn.Linear(4, 4), sf.ALIF(), match=r"'net.1' \(ALIF\): expected Linear")
     refused(nn.Linear(4, 4), nn.ReLU(), match=r"'net.1' \(ReLU\): expected")
+    refused(Centered(4, 4), match=r"'net.0' \(ParametrizedCentered\): expected")
     refused(conv, nn.AvgPool2d(3), match=r"'net.1' \(AvgPool2d\): .*divide by a power of two")
     refused(nn.Linear(4, 4), match=r"'net.0' \(ParametrizedLinear\): its sums of up to", bits=16)
     refused(nn.Linear(4, 4), sf.LIF(torch.rand(4)), match=r"'net.1' \(LIF\): .*single parameters")
@@ -145,6 +146,35 @@ def test_refusals() -> None:
         sf.to_integers(net.net)
     with pytest.raises(ValueError, match="expected a chain"):
         sf.to_integers(sf.Temporal(Sum()))
+
+
+@pytest.mark.parametrize(
+    ("flatten", "expected"),
+    [
+        (lambda x: x.flatten(2), (2, -1)),
+        (lambda x: torch.flatten(x, start_dim=1, end_dim=2), (1, 2)),
+        (lambda x: torch.flatten(x, 1), (1, -1)),
+    ],
+)
+def test_dims_of_flatten(flatten: Any, expected: tuple[int, int]) -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 2, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return flatten(self.conv(x))
+
+    net = sf.quantize(sf.Temporal(Flat()), torch.rand(2, 3, 1, 4, 4))
+    layer = sf.to_integers(net, 1 / 16, 4)[1]
+    assert (layer["start_dim"], layer["end_dim"]) == expected
+
+
+class Centered(nn.Linear):
+    """Computes with other weights than it has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight - self.weight.mean(), self.bias)
 
 
 class Sum(nn.Module):

@@ -134,6 +134,132 @@ def test_state_dict_holds_the_steps() -> None:
     assert torch.equal(trained(x, impl="reference"), other(x, impl="reference"))
 
 
+def test_outputs_with_tiny_weights() -> None:
+    """Biases do not saturate, and steps are at least 1/256 of the largest one."""
+    layer = nn.Linear(4, 4)
+    with torch.no_grad():
+        layer.weight[:2] = torch.tensor([[0.0], [1e-7]])
+        layer.weight[2:] = torch.tensor([[0.5**10], [1.0]])
+        layer.bias.copy_(torch.tensor([0.3, 500.0, 0.3, 0.3]))
+    result: Any = sf.quantize(sf.Temporal(layer), torch.ones(1, 1, 4))
+    assert result.net.parametrizations.weight[0].step.tolist() == [2**-14, 2**-14, 2**-14, 2**-6]
+    assert result.net.weight[:, 0].tolist() == [0, 0, 2**-10, 1]
+    assert torch.allclose(result.net.bias[:3], layer.bias[:3], rtol=1e-4)
+    nn.init.zeros_(layer.weight)
+    result = sf.quantize(sf.Temporal(layer), torch.ones(1, 1, 4))
+    assert result.net.parametrizations.weight[0].step.tolist() == [2**-7] * 4  # they may be learned
+    assert torch.allclose(result.net.bias, layer.bias, atol=2**-8)
+
+
+def test_half_precision_rounds_in_float32() -> None:
+    layer = nn.Linear(4, 4)
+    with torch.no_grad():
+        layer.weight.mul_(0.01)  # so that biases are many steps
+    expected: Any = sf.quantize(
+        sf.Temporal(copy.deepcopy(layer).half().float()), torch.ones(1, 1, 4)
+    )
+    result: Any = sf.quantize(sf.Temporal(layer.half()), torch.ones(1, 1, 4).half())
+    assert torch.equal(result.net.weight, expected.net.weight.half())
+    assert torch.equal(result.net.bias, expected.net.bias.half())
+
+
+class TwoNames(nn.Module):
+    """Layers that have two names, as in many residual networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.layers = nn.Sequential(self.first, nn.BatchNorm1d(4), self.second, self.norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+
+class Tied(nn.Module):
+    """A network that reads the weight of a layer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.norm(self.layer(x)), self.layer.weight.t())
+
+
+@torch.no_grad()
+def test_norms_of_layers_with_two_names() -> None:
+    torch.manual_seed(0)
+    net, x = sf.Temporal(TwoNames()), 3 * torch.randn(4, 8, 4) + 1
+    net(x)  # running statistics
+    expected = net.eval()(x)
+    assert (sf.quantize(net, x)(x) - expected).norm() < 0.03 * expected.norm()
+    with pytest.raises(ValueError, match=r"'net.norm' is a BatchNorm1d"):
+        sf.quantize(sf.Temporal(Tied()), x)
+
+
+class InTraining(nn.Linear):
+    """A network with a norm that it calls in training only."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return (y, self.head(y)) if self.training else y
+
+
+class Last(nn.Module):
+    """The body of a loop that returns the spikes of its neuron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.li = sf.LI(0.5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z: Tensor = self.li(x)
+        return z
+
+
+def test_steps_of_states_hold_all_calls() -> None:
+    """Of a neuron in a loop, which is called at each step, and of one that is quantized before."""
+    x = torch.zeros(3, 1, 1)
+    x[1], x[2] = 127.0, -63.0  # the states are 0, 127 and 0.5
+    net: Any = sf.Temporal(sf.Loop(Last(), (1,)))
+    result: Any = sf.quantize(net, x)
+    assert result.net.body.li.v_step == 1
+    coarse = sf.quantize(result, x, None, 2)
+    again: Any = sf.quantize(coarse, x, None, 8)
+    assert again.net.body.li.v_step == 1
+    assert sf.quantize(net, 0 * x).net.body.li.v_step == 1  # type: ignore[union-attr]
+
+
+def test_parameters_of_other_kinds() -> None:
+    class Kinds(sf.Neuron):
+        v = sf.State()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.limit, self.count = float("inf"), torch.tensor([3, 0, 1000])
+
+        def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+            h = torch.clamp(v + x * self.count, max=self.limit)
+            return h, (h,)
+
+    result: Any = sf.quantize(sf.Temporal(Kinds()), torch.ones(2, 1, 3))
+    assert result.net.limit == float("inf")
+    assert result.net.count.tolist() == [3, 0, 1000]
+
+
+def test_modes_of_layers_remain() -> None:
+    net = sf.Temporal(nn.Sequential(nn.Linear(4, 4), nn.Dropout()))
+    net.net.get_submodule("1").eval()
+    result: Any = sf.quantize(net, torch.ones(1, 1, 4))
+    assert [result.training, result.net[0].training, result.net[1].training] == [True, True, False]
+
+
 def test_refusals() -> None:
     x = torch.rand(2, 3, 4)
 
@@ -151,8 +277,11 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"'net.0' is a BatchNorm1d, which cannot"):
         sf.quantize(temporal(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 4)), x)
     quantized = sf.quantize(temporal(nn.Linear(4, 4)), x)
-    with pytest.raises(ValueError, match="which cannot be quantized"):
+    with pytest.raises(ValueError, match=r"'net.0' has parametrizations"):
         sf.quantize(quantized, x)
+
+    with pytest.raises(ValueError, match=r"'net.head.1' is a BatchNorm1d, which cannot"):
+        sf.quantize(sf.Temporal(InTraining()), x)
 
     class Unused(nn.Linear):
         def __init__(self) -> None:
