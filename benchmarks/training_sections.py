@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import statistics
+import textwrap
 from pathlib import Path
 
 from benchmarks.events import DENSE, EVENTS, LISTS, PRODUCTS, REPLAY
@@ -134,7 +135,8 @@ def pretrained(result: Result) -> Parts:
     columns |= {"µJ per example / with ReLUs": "energy", "licence of the data": "licence"}
     yield table(lines, columns)
     commands = (f"$ {' '.join(row['command'])}" for row in result["rows"])
-    yield "\n".join(("```console", *commands, "```"))
+    wrapped = [textwrap.wrap(command, 86, break_on_hyphens=False) for command in commands]
+    yield "\n".join(("```console", *(" \\\n    ".join(lines) for lines in wrapped), "```"))
 
 
 def from_ann(result: Result) -> Parts:
