@@ -116,7 +116,8 @@ def test_how_to_pages_are_short(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_and_options_exist(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Commands of the trainer in blocks parse, and options in the text are options of it."""
-    for arguments in re.findall(r"^\$ (?:.* )?spikefuse (.*)$", read(page), re.M):
+    text = read(page).replace("\\\n", "")  # commands of several lines
+    for arguments in re.findall(r"^\$ (?:.* )?spikefuse (.*)$", text, re.M):
         make_parser().parse_args(shlex.split(arguments, comments=True))
     for command in ("train", "predict", "export"):
         with pytest.raises(SystemExit):
