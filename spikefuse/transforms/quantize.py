@@ -91,8 +91,9 @@ class FixedPoint(nn.Module):
         self.step, self.most = nn.Buffer(step), 2 ** (bits - 1) - 1
 
     def forward(self, x: Tensor) -> Tensor:
-        step = self.step.view(-1, *[1] * (x.ndim - 1))
-        return fixed_point(x.to(step.dtype), step, -self.most, self.most).to(x.dtype)
+        dtype = torch.promote_types(x.dtype, torch.float32)  # half precision would overflow
+        step = self.step.to(dtype).view(-1, *[1] * (x.ndim - 1))
+        return fixed_point(x.to(dtype), step, -self.most, self.most).to(x.dtype)
 
 
 def _fold(net: Temporal, x: Tensor) -> None:

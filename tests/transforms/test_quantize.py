@@ -161,6 +161,9 @@ def test_half_precision_rounds_in_float32() -> None:
     result: Any = sf.quantize(sf.Temporal(layer.half()), torch.ones(1, 1, 4).half())
     assert torch.equal(result.net.weight, expected.net.weight.half())
     assert torch.equal(result.net.bias, expected.net.bias.half())
+    converted = expected.half()
+    assert torch.equal(converted.net.weight, result.net.weight)
+    assert torch.equal(converted.net.bias, result.net.bias)
 
 
 class TwoNames(nn.Module):
