@@ -17,7 +17,7 @@ from torch import Tensor
 
 import spikefuse as sf
 from spikefuse.data import Examples, Images
-from spikefuse.train import Classifier, DataModule, TrainConfig
+from spikefuse.train import DataModule, TrainConfig, TrainingModule
 
 
 class NoisyDigits(DataModule):
@@ -29,7 +29,7 @@ class NoisyDigits(DataModule):
         return Images(train.pixels // 8 * 7 + noise, train.labels), test
 
 
-class OwnClassifier(Classifier):
+class OwnModule(TrainingModule):
     def make_network(self) -> sf.Temporal:
         """Two convolutions with a shortcut around the second."""
         return sf.fuse(sf.Temporal(Net()))
@@ -75,8 +75,8 @@ def main(epochs: int, folder: str) -> dict[str, float]:
         devices=1,
     )
     data = NoisyDigits(config)
-    trainer.fit(OwnClassifier(config), datamodule=data)
-    module = OwnClassifier.load_from_checkpoint(best.best_model_path, config=config)
+    trainer.fit(OwnModule(config), datamodule=data)
+    module = OwnModule.load_from_checkpoint(best.best_model_path, config=config)
     return dict(trainer.test(module, datamodule=data)[0])
 
 

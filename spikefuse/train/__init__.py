@@ -10,13 +10,13 @@ from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
 
 if TYPE_CHECKING:
-    from spikefuse.train.classifier import Classifier
     from spikefuse.train.data_module import DataModule
     from spikefuse.train.from_python import fit
+    from spikefuse.train.training_module import TrainingModule
 
-__all__ = ["Classifier", "ConfigError", "DataModule", "TrainConfig", "fit"]
+__all__ = ["ConfigError", "DataModule", "TrainConfig", "TrainingModule", "fit"]
 
-_LAZY = {"Classifier": "classifier", "DataModule": "data_module", "fit": "from_python"}
+_LAZY = {"TrainingModule": "training_module", "DataModule": "data_module", "fit": "from_python"}
 
 
 def __getattr__(name: str) -> Any:

@@ -19,9 +19,9 @@ from spikefuse.data.files import replacing
 from spikefuse.inspect.record import are_spikes, firing_rate, record
 from spikefuse.train.batches import contents
 from spikefuse.train.checkpoint import BEST, LAST
-from spikefuse.train.classifier import LOG_EVERY_STEPS, best_epoch
 from spikefuse.train.output import show
 from spikefuse.train.signals import SignalHandler
+from spikefuse.train.training_module import LOG_EVERY_STEPS, best_epoch
 
 OBSERVED = 32  # validation examples whose spikes are counted
 LONG_WAIT = 0.2  # share of an epoch that a user should hear of

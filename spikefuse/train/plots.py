@@ -17,7 +17,7 @@ from spikefuse.inspect.plots import raster
 from spikefuse.inspect.record import are_spikes, firing_rate, record
 from spikefuse.nn import Events
 from spikefuse.train.checkpoint import EpochMetrics
-from spikefuse.train.classifier import Classifier, best_epoch
+from spikefuse.train.training_module import TrainingModule, best_epoch
 
 PANEL = (3.6, 2.6)  # inches
 MAX_CLASSES = 12  # of which names fit beside a panel
@@ -45,7 +45,9 @@ def plot_curves(history: list[EpochMetrics], path: Path) -> None:
     _save(figure, path)
 
 
-def record_example(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def record_example(
+    module: TrainingModule, pixels: Tensor
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Record input, spikes and output of the network for one example, a batch of one.
 
     Returns:
@@ -60,7 +62,7 @@ def record_example(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str
     return x[:, 0].cpu(), spikes, output[:, 0].float().cpu()
 
 
-def plot_raster(module: Classifier, pixels: Tensor, target: Tensor, path: Path) -> None:
+def plot_raster(module: TrainingModule, pixels: Tensor, target: Tensor, path: Path) -> None:
     """Plot input, output and the spikes of every neuron layer for one example."""
     x, spikes, output = record_example(module, pixels)
     columns = math.ceil(math.sqrt(len(spikes) + 2))

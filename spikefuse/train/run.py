@@ -28,7 +28,6 @@ from spikefuse.nn import scale_to_rate
 from spikefuse.train import batches, folder
 from spikefuse.train.callbacks import CheckpointSaver, MetricsWriter, ProgressReporter
 from spikefuse.train.checkpoint import BEST, LAST, LoadedRun, load, load_weights
-from spikefuse.train.classifier import LIGHTNING_PRECISION, Classifier, best_epoch
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.data_module import DataModule
 from spikefuse.train.extras import check_logger, make_logger, optional_callbacks
@@ -39,6 +38,7 @@ from spikefuse.train.predict import device_of, evaluate, threads
 from spikefuse.train.processes import Processes, is_connection_error
 from spikefuse.train.run_options import RunOptions
 from spikefuse.train.signals import RunInterrupted, SignalHandler
+from spikefuse.train.training_module import LIGHTNING_PRECISION, TrainingModule, best_epoch
 
 
 def train(
@@ -80,7 +80,7 @@ def _train(
         with processes.local_main_first():
             examples = _load_data(config, options)
         config = examples.config  # with the classes of the files
-        module = Classifier(config, processes)
+        module = TrainingModule(config, processes)
         if resumed is not None:
             load_weights(module, resumed)  # only checks them early: Lightning loads them later
             _check_examples(config, examples, resumed)
@@ -188,7 +188,7 @@ def _check_examples(config: TrainConfig, examples: DataModule, resumed: LoadedRu
         )
 
 
-def _scale_weights(module: Classifier, training: Examples) -> None:
+def _scale_weights(module: TrainingModule, training: Examples) -> None:
     """Scale the initial weights of an event model to the requested activity."""
     config = module.config
     assert config.activity is not None
@@ -201,7 +201,7 @@ def _scale_weights(module: Classifier, training: Examples) -> None:
         ) from error
 
 
-def _introduction(module: Classifier, examples: DataModule, device: torch.device) -> str:
+def _introduction(module: TrainingModule, examples: DataModule, device: torch.device) -> str:
     config, processes = module.config, module.processes
     parts = examples.training, examples.validation, examples.test
     training, validation, test = map(len, parts)
@@ -227,7 +227,7 @@ def _introduction(module: Classifier, examples: DataModule, device: torch.device
 
 
 def _fit(
-    module: Classifier,
+    module: TrainingModule,
     examples: DataModule,
     device: torch.device,
     directory: Path,
@@ -293,7 +293,11 @@ def _trainer(
 
 
 def _finish(
-    module: Classifier, test: Examples, device: torch.device, directory: Path, facts: dict[str, Any]
+    module: TrainingModule,
+    test: Examples,
+    device: torch.device,
+    directory: Path,
+    facts: dict[str, Any],
 ) -> dict[str, Any]:
     """Test the best epoch, plot, and write and return the result."""
     best = best_epoch(module.history)

@@ -5,8 +5,8 @@ import torch
 
 import spikefuse as sf
 from spikefuse.data import drop_events
-from spikefuse.train.classifier import Classifier
 from spikefuse.train.cli import main
+from spikefuse.train.training_module import TrainingModule
 
 OPTIONS = {
     "poisson, adam": "--model mlp --encoding poisson",
@@ -45,7 +45,7 @@ def train(out, options):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_same_run(name, monkeypatch, capsys):
     steps = []
-    monkeypatch.setattr(Classifier, "on_train_end", lambda self: steps.append(self.graph))
+    monkeypatch.setattr(TrainingModule, "on_train_end", lambda self: steps.append(self.graph))
     eager = train("eager", OPTIONS[name] + " --no-cuda-graph")
     assert "not recorded as a CUDA graph: --no-cuda-graph" in capsys.readouterr().out
     graph = train("graph", OPTIONS[name])
@@ -73,7 +73,7 @@ OTHERS = {
 def test_other_options_are_recorded(name, monkeypatch):
     """Some of these optimizers compute their bias correction in float32 in a graph."""
     steps = []
-    monkeypatch.setattr(Classifier, "on_train_end", lambda self: steps.append(self.graph))
+    monkeypatch.setattr(TrainingModule, "on_train_end", lambda self: steps.append(self.graph))
     eager = train("eager", f"--model mlp {OTHERS[name]} --no-cuda-graph")
     graph = train("graph", f"--model mlp {OTHERS[name]}")
     assert (steps[1].obstacle, steps[1].num_graphs, steps[1].num_replays) == ("", 1, 27)

@@ -19,9 +19,9 @@ from torch import nn
 import spikefuse as sf
 from spikefuse.nn import Events
 from spikefuse.train.activity import ActivityMonitor, RateMonitor
-from spikefuse.train.classifier import Classifier
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
+from spikefuse.train.training_module import TrainingModule
 
 Spikefuse = Callable[..., int]
 EVENTS = ["--dataset", "shd", "--model", "event-mlp", "--device", "cpu"]
@@ -82,7 +82,7 @@ def config(**options) -> TrainConfig:
 
 
 def test_the_input_is_never_dense() -> None:
-    module = Classifier(config())
+    module = TrainingModule(config())
     spikes = torch.rand(6, 3, 700) < 0.1
     packed = torch.from_numpy(np.packbits(spikes.numpy(), axis=-1, bitorder="little"))
     x = module.encode(packed.transpose(0, 1))
@@ -93,7 +93,7 @@ def test_the_input_is_never_dense() -> None:
 
 
 def test_poisson_encoded_images_become_events() -> None:
-    module = Classifier(config(model="event-mlp5", dataset="digits", encoding="poisson"))
+    module = TrainingModule(config(model="event-mlp5", dataset="digits", encoding="poisson"))
     assert len(module.net.net) == 6
     x = module.encode(torch.randint(256, (3, 1, 8, 8), dtype=torch.uint8))
     assert isinstance(x, Events)

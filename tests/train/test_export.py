@@ -12,8 +12,8 @@ import torch
 import spikefuse as sf
 from spikefuse.nn.encode import direct
 from spikefuse.train.checkpoint import KEY
-from spikefuse.train.classifier import Classifier
 from spikefuse.train.config import TrainConfig
+from spikefuse.train.training_module import TrainingModule
 
 Spikefuse = Callable[..., int]
 Captured = pytest.CaptureFixture[str]
@@ -21,7 +21,7 @@ Captured = pytest.CaptureFixture[str]
 
 def save(path: Path, **settings: object) -> sf.train.predict.TrainedNetwork:
     """Save an untrained checkpoint, whose neurons fire, and load it."""
-    module = Classifier(TrainConfig(**{"num_steps": 2, "fuse": False, **settings}))
+    module = TrainingModule(TrainConfig(**{"num_steps": 2, "fuse": False, **settings}))
     entry = {"config": module.config.to_dict(), "history": [], "step": 0}
     torch.save({KEY: entry, "state_dict": module.state_dict()}, path)
     return sf.load(path)

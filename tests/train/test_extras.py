@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import spikefuse as sf
-from spikefuse.train import Classifier, ConfigError, TrainConfig
+from spikefuse.train import ConfigError, TrainConfig, TrainingModule
 from spikefuse.train.extras import LOGGERS, make_logger
 
 Spikefuse = Callable[..., int]
@@ -83,7 +83,7 @@ def test_rate_penalty_adds_the_mean_rate_and_lowers_it() -> None:
     rates = []
     for weight in (0.0, 5.0):
         config = TrainConfig(num_steps=4, rate_penalty=weight, shift=0, lr=0.01)
-        module = Classifier(config)
+        module = TrainingModule(config)
         optimizer = module.configure_optimizers()
         for _ in range(15):
             optimizer.zero_grad()
@@ -102,7 +102,7 @@ def test_rate_penalty_adds_the_mean_rate_and_lowers_it() -> None:
 
 
 def test_rate_penalty_without_neurons() -> None:
-    class Dense(Classifier):
+    class Dense(TrainingModule):
         def make_network(self) -> sf.Temporal:
             return sf.Temporal(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
 
@@ -113,7 +113,7 @@ def test_rate_penalty_without_neurons() -> None:
 def test_rate_penalty_of_recurrent_layers() -> None:
     torch.manual_seed(0)
     config = TrainConfig(model="recurrent", num_steps=4, rate_penalty=2.0, shift=0)
-    module, rates = Classifier(config), []
+    module, rates = TrainingModule(config), []
     for layer in module.net.modules():
         if isinstance(layer, sf.Recurrent):
             layer.register_forward_hook(lambda m, x, y: rates.append(y.mean().item()))
@@ -126,7 +126,7 @@ def test_rate_penalty_of_recurrent_layers() -> None:
     torch.testing.assert_close(module._loss(outputs, labels), expected)
 
 
-def layer_rates(module: Classifier, images: torch.Tensor) -> list[float]:
+def layer_rates(module: TrainingModule, images: torch.Tensor) -> list[float]:
     """The rate of each layer, counted by hooks of the test's own."""
     counted: list[float] = []
     neurons = [m for m in module.net.modules() if isinstance(m, sf.Neuron)]
@@ -187,7 +187,7 @@ def test_loggers_that_cannot_be_made(
 def test_checkpoints_of_earlier_versions_decayed_all_parameters(tmp_path: Path) -> None:
     from spikefuse.train.checkpoint import KEY, load
 
-    module = Classifier(TrainConfig(model="mlp", weight_decay=0.1))
+    module = TrainingModule(TrainConfig(model="mlp", weight_decay=0.1))
     config = module.config.to_dict()
     del config["decay_all"]
     content = {KEY: {"config": config, "history": []}, "state_dict": module.state_dict()}

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from spikefuse.train import plots
-from spikefuse.train.classifier import Classifier
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.plots import plot_curves, plot_raster, record_example
+from spikefuse.train.training_module import TrainingModule
 
 pytestmark = pytest.mark.usefixtures("drawn")
 
 
 def test_record_sees_every_layer() -> None:
-    module = Classifier(TrainConfig(num_steps=5, threshold=0.3)).eval()
+    module = TrainingModule(TrainConfig(num_steps=5, threshold=0.3)).eval()
     pixels = torch.randint(0, 256, (1, 1, 8, 8), dtype=torch.uint8)
     x, spikes, output = record_example(module, pixels)
     assert x.shape == (5, 1, 8, 8)
@@ -30,21 +30,21 @@ def test_record_sees_every_layer() -> None:
     with torch.no_grad():
         assert torch.equal(output.mean(0), module(pixels)[0])
     assert not any(n._forward_hooks for n in module.net.neurons().values())
-    plain = Classifier(TrainConfig(num_steps=5, threshold=0.3, fuse=False)).eval()
+    plain = TrainingModule(TrainConfig(num_steps=5, threshold=0.3, fuse=False)).eval()
     for name, layer in record_example(plain, pixels)[1].items():
         assert torch.equal(layer, spikes[name])
 
 
 @pytest.mark.parametrize("model", ["mlp", "resnet18"])
 def test_raster_of_any_depth(tmp_path: Path, model: str) -> None:
-    module = Classifier(TrainConfig(num_steps=3, model=model)).eval()
+    module = TrainingModule(TrainConfig(num_steps=3, model=model)).eval()
     path = tmp_path / "raster.png"
     plot_raster(module, torch.full((1, 1, 8, 8), 200, dtype=torch.uint8), torch.tensor(3), path)
     assert matplotlib.image.imread(path).std() > 0.01
 
 
 def test_potentials_have_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Classifier(TrainConfig(num_steps=3, model="mlp")).eval()
+    module = TrainingModule(TrainConfig(num_steps=3, model="mlp")).eval()
     layers = {"0": torch.tensor([[1.0, -1.0], [0.0, 0.0]]), "1": torch.tensor([[-0.3, 0.1]])}
     example = torch.zeros(3, 1, 8, 8), layers, torch.zeros(3, 10)
     monkeypatch.setattr(plots, "record_example", lambda *_: example)
@@ -58,7 +58,7 @@ def test_potentials_have_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_predicted_class_is_that_of_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, predicted: int
 ) -> None:
-    module = Classifier(TrainConfig(num_steps=2, model="mlp", loss=loss)).eval()
+    module = TrainingModule(TrainConfig(num_steps=2, model="mlp", loss=loss)).eval()
     output = torch.zeros(2, 10)
     output[0, 1], output[1, 2] = 3.0, 1.0
     example = torch.zeros(2, 1, 8, 8), {}, output

@@ -23,12 +23,12 @@ from spikefuse.data.nmnist import read_nmnist
 from spikefuse.train import predict
 from spikefuse.train.batches import encode
 from spikefuse.train.checkpoint import KEY, PRETRAINED
-from spikefuse.train.classifier import Classifier
 from spikefuse.train.cli import main
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.predict import device_of, evaluate, threads
 from spikefuse.train.processes import Processes
+from spikefuse.train.training_module import TrainingModule
 from tests.data.readers import speech
 from tests.data.writing import nmnist_bytes, random_columns, wav_bytes
 
@@ -54,7 +54,7 @@ def images(tmp_path: Path) -> torch.Tensor:
 
 def save(path: Path, **settings: object) -> Path:
     """Save an untrained checkpoint."""
-    module = Classifier(TrainConfig(**settings))
+    module = TrainingModule(TrainConfig(**settings))
     entry = {"config": module.config.to_dict(), "history": [], "step": 0}
     torch.save({KEY: entry, "state_dict": module.state_dict()}, path)
     return path

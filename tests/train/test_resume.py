@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from spikefuse.train import callbacks, predict
-from spikefuse.train.classifier import Classifier, best_epoch
 from spikefuse.train.cli import main
 from spikefuse.train.signals import SignalHandler
+from spikefuse.train.training_module import TrainingModule, best_epoch
 from tests.train.runs import assert_same_run, read_checkpoint
 
 Spikefuse = Callable[..., int]
@@ -48,15 +48,15 @@ def interrupt(
     signum: int = signal.SIGINT,
 ) -> None:
     """Send a signal to this process when the `call`-th call of a Lightning hook begins."""
-    original, calls = getattr(Classifier, hook), iter(range(10**6))
+    original, calls = getattr(TrainingModule, hook), iter(range(10**6))
 
-    def wrapped(self: Classifier, *arguments: Any) -> Any:
+    def wrapped(self: TrainingModule, *arguments: Any) -> Any:
         if next(calls) == call:
             for _ in range(times):
                 signal.raise_signal(signum)
         return original(self, *arguments)
 
-    monkeypatch.setattr(Classifier, hook, wrapped)
+    monkeypatch.setattr(TrainingModule, hook, wrapped)
 
 
 def test_two_epochs_twice_equal_four(

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from spikefuse.train import predict, run
-from spikefuse.train.classifier import Classifier
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.processes import Processes
 from spikefuse.train.run_options import RunOptions
+from spikefuse.train.training_module import TrainingModule
 from tests.train.runs import OPTIONS, assert_same_curve, rows, with_others
 
 Spikefuse = Callable[..., int]
@@ -174,7 +174,7 @@ def test_a_run_that_fails_early_leaves_nothing(
     def fail(*_: object) -> None:
         raise ArithmeticError("on purpose")
 
-    monkeypatch.setattr(Classifier, "validation_step", fail)  # logs have been opened by then
+    monkeypatch.setattr(TrainingModule, "validation_step", fail)  # logs have been opened by then
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArithmeticError, match="on purpose"):
         spikefuse("train", *small, "--model", "mlp", *(["--out", out] if out else []))
@@ -277,18 +277,18 @@ def test_a_run_whose_loss_is_not_finite_stops(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """NaN in a hidden layer makes no spikes, and the loss is finite; in the last one it is NaN."""
-    original = Classifier.on_train_epoch_start
+    original = TrainingModule.on_train_epoch_start
     for epoch, index, message in (
         (1, 0, "after epoch 2, net.1.weight is not finite: lower the learning rate, clip"),
         (0, -1, "after epoch 1, train_loss is nan and val_loss is nan and net.1.weight is not f"),
     ):
 
-        def breaks(self: Classifier, epoch: int = epoch, index: int = index) -> None:
+        def breaks(self: TrainingModule, epoch: int = epoch, index: int = index) -> None:
             original(self)
             if self.current_epoch == epoch:
                 list(self.net.parameters())[index].data[0] = float("nan")
 
-        monkeypatch.setattr(Classifier, "on_train_epoch_start", breaks)
+        monkeypatch.setattr(TrainingModule, "on_train_epoch_start", breaks)
         assert spikefuse("train", *small, "--model", "mlp", "--out", f"run{epoch}") == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line

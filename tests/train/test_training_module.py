@@ -21,7 +21,14 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from spikefuse import train
 from spikefuse.data import DATASETS, Dataset, Frames
 from spikefuse.data.frames import pack
-from spikefuse.train import Classifier, ConfigError, DataModule, TrainConfig, classifier, run
+from spikefuse.train import (
+    ConfigError,
+    DataModule,
+    TrainConfig,
+    TrainingModule,
+    run,
+    training_module,
+)
 from spikefuse.train.predict import evaluate
 from spikefuse.train.processes import Processes
 from spikefuse.train.seeding import order
@@ -71,7 +78,7 @@ def test_a_run_on_event_data(spikefuse: Spikefuse, tmp_path: Path, events: str) 
 
 
 def test_event_frames_are_only_transposed() -> None:
-    module = Classifier(TrainConfig(dataset="nmnist", num_steps=5))
+    module = TrainingModule(TrainConfig(dataset="nmnist", num_steps=5))
     counts = torch.randint(0, 256, (3, 5, 2, 34, 34), dtype=torch.uint8)
     x = module.encode(counts)
     assert x.dtype == torch.float32
@@ -80,7 +87,7 @@ def test_event_frames_are_only_transposed() -> None:
 
 
 def test_frames_of_one_sample_are_augmented_alike() -> None:
-    module = Classifier(TrainConfig(dataset="nmnist", num_steps=5, shift=3, flip=True))
+    module = TrainingModule(TrainConfig(dataset="nmnist", num_steps=5, shift=3, flip=True))
     still = torch.randint(0, 256, (8, 1, 2, 34, 34), dtype=torch.uint8).expand(8, 5, 2, 34, 34)
     moved, _ = module.augment(still, torch.arange(8))
     assert not torch.equal(moved, still)
@@ -88,7 +95,7 @@ def test_frames_of_one_sample_are_augmented_alike() -> None:
 
 
 def test_half_of_the_images_are_mirrored() -> None:
-    module = Classifier(TrainConfig(shift=0, flip=True))
+    module = TrainingModule(TrainConfig(shift=0, flip=True))
     images = torch.randint(0, 256, (300, 1, 8, 8), dtype=torch.uint8)
     moved, labels = module.augment(images, torch.arange(300) % 10)
     assert torch.equal(labels, torch.arange(300) % 10)
@@ -109,7 +116,7 @@ MIXES = {
 @pytest.mark.parametrize("name", MIXES)
 def test_mixed_examples_have_mixed_labels(name: str) -> None:
     dataset, options = MIXES[name]
-    module = Classifier(TrainConfig(dataset=dataset, shift=0, **options))
+    module = TrainingModule(TrainConfig(dataset=dataset, shift=0, **options))
     shape = (200, 3, *DATASETS[dataset].shape) if "num_steps" in options else (200, 1, 8, 8)
     inputs = torch.randint(1, 256, shape, dtype=torch.uint8)
     labels = torch.arange(200) % 10
@@ -130,7 +137,7 @@ def test_mixed_examples_have_mixed_labels(name: str) -> None:
 
 @pytest.mark.parametrize("loss", ["mean", "last", "every"])
 def test_the_loss_of_a_mixture_is_the_mixture_of_losses(loss: str) -> None:
-    module = Classifier(TrainConfig(loss=loss, label_smoothing=0.1))
+    module = TrainingModule(TrainConfig(loss=loss, label_smoothing=0.1))
     outputs, labels = torch.randn(5, 6, 10), torch.arange(6)
     one_hot, other = torch.eye(10)[labels], torch.eye(10)[labels.roll(1)]
     first, second = module.loss(outputs, labels), module.loss(outputs, labels.roll(1))
@@ -156,7 +163,7 @@ def test_all_augmentations_in_a_run(spikefuse: Spikefuse, tmp_path: Path, small:
 
 
 def test_recordings_lose_events(events: str) -> None:
-    module = Classifier(
+    module = TrainingModule(
         TrainConfig(dataset=events, model="mlp", num_steps=5, shift=0, drop_events=True)
     )
     counts = torch.full((80, 5, *SHAPES[events]), 3, dtype=torch.uint8)
@@ -185,9 +192,9 @@ def test_float16_scales_the_loss_and_clips_unscaled_gradients(
 ) -> None:
     """On a CPU, where the command rejects float16 but PyTorch supports it."""
     norms = []
-    hook = Classifier.on_before_optimizer_step
+    hook = TrainingModule.on_before_optimizer_step
 
-    def watched(self: Classifier, optimizer: torch.optim.Optimizer) -> None:
+    def watched(self: TrainingModule, optimizer: torch.optim.Optimizer) -> None:
         hook(self, optimizer)
         gradients = [p.grad.flatten() for p in self.parameters()]
         norms.append(float(torch.cat(gradients).norm()))
@@ -203,7 +210,7 @@ def test_float16_scales_the_loss_and_clips_unscaled_gradients(
 
     monkeypatch.setattr(run, "device_of", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(run, "_trainer", scaling_trainer)
-    monkeypatch.setattr(Classifier, "on_before_optimizer_step", watched)
+    monkeypatch.setattr(TrainingModule, "on_before_optimizer_step", watched)
     options = shlex.split("--model mlp --precision 16 --clip 0.01 --epochs 1 --out run")
     assert spikefuse("train", *small, *options) == 0
     finite = [norm for norm in norms if np.isfinite(norm)]
@@ -219,7 +226,7 @@ def test_float16_scales_the_loss_and_clips_unscaled_gradients(
 def test_data_wait_excludes_the_training_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    module = Classifier(TrainConfig())
+    module = TrainingModule(TrainConfig())
     batch = torch.empty(0), torch.empty(0)
     for wait, step in ((3.0, 5.0), (2.0, 5.0), (2.0, 6.0)):  # the first wait precedes the clock
         now += wait
@@ -229,7 +236,7 @@ def test_data_wait_excludes_the_training_steps(monkeypatch: pytest.MonkeyPatch) 
     assert module.data_wait() == 4.0 / 20.0
 
 
-class Stepped(Classifier):
+class Stepped(TrainingModule):
     """Halves its learning rate after each step, and doubles its loss."""
 
     rates: list[float]
@@ -274,7 +281,7 @@ def test_epochs_that_the_trainer_shortens(limit: int | float) -> None:
     """Each has as many batches, of its own order, and is validated."""
     seen: list[list[int]] = []
 
-    class Watched(Classifier):
+    class Watched(TrainingModule):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             seen.append(batch[1].tolist())
             return super().training_step(batch, batch_idx)
@@ -291,22 +298,22 @@ def test_epochs_that_the_trainer_shortens(limit: int | float) -> None:
 def test_processes_that_the_module_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pl.Trainer, "world_size", property(lambda self: 2))
     with pytest.raises(ConfigError, match="the trainer has 2 processes, but the module has 1"):
-        trainer().fit(Classifier(CONFIG), datamodule=DataModule(CONFIG))
+        trainer().fit(TrainingModule(CONFIG), datamodule=DataModule(CONFIG))
 
 
 def test_the_precision_of_the_trainer_is_that_of_the_module() -> None:
     with pytest.raises(
         ConfigError, match=r"the trainer has precision 'bf16-mixed', and the module"
     ):
-        trainer(precision="bf16-mixed").fit(Classifier(CONFIG), datamodule=DataModule(CONFIG))
+        trainer(precision="bf16-mixed").fit(TrainingModule(CONFIG), datamodule=DataModule(CONFIG))
 
 
 def test_optimizers_that_the_step_cannot_use() -> None:
-    class Two(Classifier):
+    class Two(TrainingModule):
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.parameters(), 0.1) for _ in range(2)]
 
-    class Plateau(Classifier):
+    class Plateau(TrainingModule):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), 0.1)
             return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
@@ -322,11 +329,11 @@ def test_a_schedule_ends_with_the_trainer() -> None:
         with pytest.raises(
             ConfigError, match=f"max_epochs 2, and the schedule {schedule} is for 3"
         ):
-            trainer().fit(Classifier(config), datamodule=DataModule(config))
-    trainer(fast_dev_run=True).fit(Classifier(config), datamodule=DataModule(config))
+            trainer().fit(TrainingModule(config), datamodule=DataModule(config))
+    trainer(fast_dev_run=True).fit(TrainingModule(config), datamodule=DataModule(config))
 
 
 def test_public_names() -> None:
-    assert Classifier is classifier.Classifier
+    assert TrainingModule is training_module.TrainingModule
     with pytest.raises(AttributeError, match="no attribute 'Clasifier'"):
         _ = train.Clasifier

@@ -43,7 +43,7 @@ LOG_EVERY_STEPS = 10
 LIGHTNING_PRECISION = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
 
-class Classifier(pl.LightningModule):
+class TrainingModule(pl.LightningModule):
     """A spiking network that learns the task of `config` from images, event data or series.
 
     A subclass may override `make_network`, `augment`, `encode`, `loss`, `configure_optimizers` and
