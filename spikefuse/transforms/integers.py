@@ -133,12 +133,14 @@ def _neuron(neuron: Any, step: float, largest: float) -> Layer:
         raise ValueError("expected single parameters, and states of sf.quantize(net, x)")
     value = {"decay": 1.0, **{name: tensor.item() for name, tensor in tensors.items()}}
     v_step, decay, threshold = value["v_step"], value["decay"], value["threshold"]
+    if math.frexp(v_step)[0] != 0.5:
+        raise ValueError(f"v_step is {v_step}: expected a power of two")
     factor = 1 - decay if getattr(neuron, "decay_input", False) else 1.0
     soft, limit = neuron.reset == "soft", 2 ** (neuron.state_bits - 1)
     unit = min(step * _last_bit(factor), _last_bit(v_step) * _last_bit(decay))
     unit = min(unit, _last_bit(threshold)) if soft else unit
     shift, gain = int(v_step / unit), int(factor * step / unit)
-    # 1/2 is added before rounding. Other steps than powers of two have no such units.
+    # 1/2 is added before rounding.
     _exact(unit, decay * shift * limit + gain * largest + shift)
     return {
         "decay": int(decay * shift),

@@ -112,7 +112,10 @@ def test_numbers_by_hand() -> None:
     numbers = {"decay": 12, "gain": 1, "threshold": 160, "soft": False, "reset": 64, "half": 8}
     limits = {"shift": 4, "low": -128, "high": 127, "step": 1}
     assert second == {"name": "net.1", "kind": "LIF", **numbers, **limits}
-    net.net[1].v_step = torch.tensor(0.1)
+    net.net[1].v_step = torch.tensor(0.1875)
+    with pytest.raises(ValueError, match=r"'net.1' \(LIF\): v_step is 0.1875: expected a power of"):
+        sf.to_integers(net, step=0.5)
+    net.net[1].v_step = torch.tensor(0.5**24)
     with pytest.raises(ValueError, match=r"'net.1' \(LIF\): its sums of up to"):
         sf.to_integers(net, step=0.5)
 
