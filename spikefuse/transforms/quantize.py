@@ -63,7 +63,7 @@ def quantize(net: Temporal, x: Tensor, weights: int | None = 8, states: int | No
     Raises:
         TypeError: `net` is not a `Temporal`.
         ValueError: bits are out of range, a neuron is not called, torch.fx cannot trace a network
-            with norms, or a layer with parameters is none that can be quantized, or already is.
+            with norms, or a layer with parameters cannot be quantized, or is quantized already.
     """
     if not isinstance(net, Temporal):
         raise TypeError(f"net is {net!r}: expected a spikefuse.Temporal")
@@ -169,7 +169,10 @@ def _quantize_states(net: Temporal, x: Tensor, bits: int) -> None:
         net(x, impl="reference")  # compiles nothing
     for name, neuron in neurons.items():
         if neuron not in observer.steps:
-            raise ValueError(f"'{name}' is not called, so that the range of its states is unknown")
+            raise ValueError(
+                f"'{name}' is not called, or by an EventLinear, so that the range of its states is "
+                "unknown: remove it, or pass states=None and set state_bits and v_step yourself"
+            )
         for state, step in zip(neuron.states, observer.steps[neuron], strict=True):
             setattr(neuron, f"{state}_step", _or(1.0, step))
         neuron.state_bits = bits
