@@ -114,6 +114,12 @@ def parametrizations(layer: nn.Module) -> nn.ModuleDict:
     return found if isinstance(found, nn.ModuleDict) else nn.ModuleDict()
 
 
+def own_parameters(layer: nn.Module) -> set[Tensor]:
+    """Return the parameters of a layer without those of its layers."""
+    own = {*layer.parameters(recurse=isinstance(layer, Neuron))}
+    return own | {*parametrizations(layer).parameters()}
+
+
 class ModuleObserver(Observer):
     """Follows which layer of a model runs, in the thread that created the observer.
 

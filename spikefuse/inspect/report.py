@@ -22,7 +22,7 @@ from spikefuse.inspect import plots
 from spikefuse.inspect.energy import Accesses, Hardware, Memory, as_dict, estimate
 from spikefuse.inspect.explain import explain
 from spikefuse.inspect.explanation import in_bytes, label, with_unit
-from spikefuse.inspect.observer import ModuleObserver, parametrizations, unchanged
+from spikefuse.inspect.observer import ModuleObserver, own_parameters, unchanged
 from spikefuse.inspect.operations import Operations, count_operations, feedback
 from spikefuse.inspect.record import are_spikes
 from spikefuse.neurons.definition import Neuron
@@ -451,8 +451,7 @@ class _Counter(ModuleObserver):
             if name not in self.modules:
                 continue
             module, counts = self.modules[name], self.counts.get(name) or _Counts()
-            own, done = {*module.parameters(recurse=isinstance(module, Neuron))}, counts.operations
-            own |= {*parametrizations(module).parameters()}
+            own, done = own_parameters(module), counts.operations
             if not (own or done.inputs or counts.outputs or (saved or {}).get(name)):
                 continue
             is_called = name in self.counts and not isinstance(module, Neuron | nn.LayerNorm)
