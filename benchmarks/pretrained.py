@@ -4,8 +4,8 @@
     python -m benchmarks.pretrained --names digits-conv
 
 Each is trained by the command line, as users do, on a CPU. Its file holds settings and weights,
-without what resuming a run needs. Rates and operations are those of the test examples; energy is
-the estimate of `sf.report`. Quick runs train for one epoch, and replace no file.
+without what resuming a run needs. Rates and operations are those of the first 500 test examples;
+energy is the estimate of `sf.report`. Quick runs train for one epoch, and replace no file.
 """
 
 from __future__ import annotations

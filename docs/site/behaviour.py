@@ -102,7 +102,7 @@ def draw(name: str) -> Figure:
     inputs = torch.linspace(0, 4 * scale, 81)
     rate = outputs(name, inputs.expand(LONG, -1))["spikes"][LONG // 2 :].mean(0)
     curve.plot(inputs / scale, rate, color=BLUE)
-    curve.set(title=f"{'output' if name in VALUES else 'rate'} over input", xlabel="input")
+    curve.set(title=f"{'output' if name in VALUES else 'rate'} over input", xlabel="input, units")
     surrogate = getattr(make(name), "surrogate", None)
     if surrogate is None:
         derivative.axis("off")
@@ -118,7 +118,7 @@ def draw(name: str) -> Figure:
 def draw_step(axes: Axes, name: str, value: float) -> None:
     x = torch.zeros(STEPS, 1)
     x[ON:OFF] = value
-    title = f"input of {value:.3g}"
+    title = f"1.5 units of input, {value:.3g}"
     if name == SYNAPSE:
         x[ON:OFF], title = 0.0, "ten spikes"
         x[ON:OFF:10] = 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from spikefuse.nn.call import Observer, Scan, observing
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.temporal import Temporal
 from spikefuse.transforms.ann_graph import fold_norms, traced
+from spikefuse.transforms.copies import copied
 
 #: Layers whose weights are quantized; dim 0 is that of their outputs.
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Recurrent)
@@ -71,7 +71,7 @@ def quantize(net: Temporal, x: Tensor, weights: int | None = 8, states: int | No
         if bits is not None and not (type(bits) is int and 2 <= bits <= most):
             raise ValueError(f"{name} is {bits!r}: expected bits from 2 to {most}, or None")
     modes = {name: module.training for name, module in net.named_modules()}
-    result = copy.deepcopy(net).eval()
+    result: Any = copied(net).eval()
     if weights is not None:
         if any(isinstance(module, BatchNorm) for module in result.modules()):
             _fold(result, x)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import spikefuse as sf
 
@@ -293,3 +294,13 @@ def test_refusals() -> None:
 
     with pytest.raises(ValueError, match=r"'net.lif' is not called"):
         sf.quantize(sf.Temporal(Unused()), x)
+
+
+def test_pruned_weights_stay_zero() -> None:
+    """Also after a backward pass, when hooks have computed the pruned weights."""
+    net = sf.Temporal(nn.Sequential(nn.Linear(6, 5), sf.LIF()))
+    prune.l1_unstructured(net.net[0], "weight", 0.5)
+    x = torch.rand(3, 4, 6)
+    net(x).sum().backward()
+    quantized = sf.quantize(net, x)
+    assert torch.equal(quantized.net[0].weight == 0, net.net[0].weight_mask == 0)
