@@ -196,7 +196,8 @@ def test_builders_are_functions_with_names(name: str) -> None:
     assert inspect.isfunction(build)
     assert pickle.loads(pickle.dumps(build)) is build
     text = pydoc.plain(pydoc.render_doc(build))
-    assert f"\n{name}(neuron: 'MakeNeuron', in_channels: 'int', num_classes: 'int'" in text
+    shown = "".join(text.split())  # Python 3.13 breaks long signatures
+    assert f"{name}(neuron:'MakeNeuron',in_channels:'int',num_classes:'int'" in shown
     assert "Build " in text
     assert "depth" not in inspect.signature(sf.models.resnet18).parameters
 

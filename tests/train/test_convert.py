@@ -59,7 +59,10 @@ def test_refusals(spikefuse: Spikefuse, run: Path, capsys: Captured) -> None:
             ("convert", "spiking.ckpt"),
             "of spiking.ckpt spikes: train one with --neuron relu or",
         ),
-        (("train", "--resume", "spiking.ckpt"), "spiking.ckpt was converted, or saved by an earli"),
+        (
+            ("train", "--resume", "spiking.ckpt"),
+            "spiking.ckpt comes with spikefuse, was converted, or",
+        ),
         (("convert", run, "-T", "0"), "--num-steps is 0: expected a whole number of at least 1"),
         (("convert", run, "--share", "2"), "cannot be converted: --num-steps, share are 8, 2.0: "),
         (("export", "spiking.ckpt", "--format", "nir"), "- '2' (RateIF): NIR has no such neuron"),
