@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from spikefuse.neurons.definition import Neuron, States
+from spikefuse.neurons.definition import Neuron, States, cached_class
 from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.scan.program import traced
 
@@ -59,7 +59,7 @@ def _copy(neuron: Any, cls: Any) -> Any:
     return copy
 
 
-@functools.cache
+@cached_class
 def _candidate_class(cls: Any) -> Any:
     """Return the subclass of `cls` whose output is `s + c`."""
 

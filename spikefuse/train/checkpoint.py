@@ -116,6 +116,12 @@ class LoadedRun:
     resumable: bool
 
 
+def entry(config: TrainConfig, history: list[EpochMetrics]) -> dict[str, Any]:
+    """Return what each checkpoint has under `KEY`."""
+    about = {"format": FORMAT, "version": spikefuse.__version__}
+    return {**about, "config": config.to_dict(), "history": history}
+
+
 def in_folder(path: Path, name: str) -> Path:
     """Return the checkpoint of a name in a run's folder, or the path itself if it is no folder.
 

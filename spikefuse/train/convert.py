@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 
-import spikefuse
 from spikefuse.data import Examples
 from spikefuse.data.files import replacing
 from spikefuse.train import batches, own
 from spikefuse.train.batches import EvalBatches
-from spikefuse.train.checkpoint import FORMAT, KEY, LoadedRun, load_weights
+from spikefuse.train.checkpoint import KEY, LoadedRun, entry, load_weights
 from spikefuse.train.choices import ACTIVATIONS
 from spikefuse.train.converted import rate_neurons
 from spikefuse.train.fields import ConfigError
@@ -66,8 +65,7 @@ def convert(loaded: LoadedRun, how: Namespace, options: RunOptions, out: Path) -
     described = [*_by_steps(result, parts[-1], counts), *_by_steps(original, parts[-1], [1])]
     heads = "steps", *map(str, counts), "original"
     show("\n".join(aligned([*zip(heads, ("on the test samples", *described), strict=True)], 2)))
-    entry = {"format": FORMAT, "version": spikefuse.__version__, "config": config.to_dict()}
-    content = {KEY: {**entry, "history": []}, "state_dict": result.cpu().state_dict()}
+    content = {KEY: entry(config, []), "state_dict": result.cpu().state_dict()}
     with replacing(out) as path:
         torch.save(content, path)
     show(f"wrote {out}")

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-import spikefuse
 from spikefuse.data import (
     cutmix,
     cutout,
@@ -30,7 +29,7 @@ from spikefuse.nn import Events, Temporal
 from spikefuse.train import batches, optimize
 from spikefuse.train.activity import ActivityMonitor, RateMonitor
 from spikefuse.train.batches import WHOLE, Batch
-from spikefuse.train.checkpoint import FORMAT, KEY, EpochMetrics, same_types
+from spikefuse.train.checkpoint import KEY, EpochMetrics, entry, same_types
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.optimize import learning_rate
@@ -415,10 +414,7 @@ class TrainingModule(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         totals = self.totals.reduced(self.processes, self.device)
         checkpoint[KEY] = {
-            "format": FORMAT,
-            "version": spikefuse.__version__,
-            "config": self.config.to_dict(),
-            "history": self.history,
+            **entry(self.config, self.history),
             "step": self.global_step,
             "tally": {"totals": totals.sums.tolist(), "count": totals.count},
         }
