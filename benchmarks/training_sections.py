@@ -158,14 +158,27 @@ def from_ann(result: Result) -> Parts:
     yield table(lines, columns)
 
 
+def quantize(result: Result) -> Parts:
+    """Yield the accuracy of a network of floats, and of its integers."""
+    given = result["settings"]
+    yield (
+        f"`{given['network']}`, weights of {given['weights']} bits, states of {given['states']}, "
+        f"{given['finetuning']} epochs of further training:"
+    )
+    lines = [row | {"accuracy": percent(row["accuracy"], 2)} for row in result["rows"]]
+    yield table(lines, {"network": "name", "accuracy": "accuracy", "seconds": "seconds"})
+    yield f"Command: `python -m benchmarks.quantize {given['network']}`."
+
+
 def from_ann_steps(result: Result) -> Parts:
     """Yield a line for each step: the fastest of SpikingJelly's conversion and of ours."""
-    lines, used = [], {}
+    lines: list[Result] = []
+    used: dict[int, str] = {}
     for row in result["rows"]:
-        measured = [c for c in row["contenders"] if "wall_ms" in c]
+        measured: list[Result] = [c for c in row["contenders"] if "wall_ms" in c]
         sides = [[c for c in measured if c["name"].startswith(name)] for name in (JELLY, OURS)]
-        before, after = (min(side, key=median, default={}) for side in sides)
-        line = {"T": row["T"], "dtype": row["dtype"]}
+        before, after = (min(side, key=median) if side else {} for side in sides)
+        line: Result = {"T": row["T"], "dtype": row["dtype"]}
         for name, c in (("before", before), ("after", after)):
             line |= {name: value(c, "wall_ms"), f"{name} by": c.get("name", "–").partition(", ")[2]}
         line["ratio"] = median(before) / median(after) if before and after else None
@@ -179,7 +192,7 @@ def from_ann_steps(result: Result) -> Parts:
         )
     given = result["settings"]
     yield f"{given['model']} for images of 32 × 32, batches of {given['batch']}:"
-    yield table(lines, keys("T", "dtype") | {"SpikingJelly, ms": "before", "by": "before by"}
+    yield table(lines, {"T": "T", "dtype": "dtype", "SpikingJelly, ms": "before", "by": "before by"}
                 | {"spikefuse, ms": "after", "by ": "after by", "ratio": "ratio"}
                 | {"MiB, SpikingJelly / spikefuse": "peaks"})  # fmt: skip
     yield f"{'. '.join(used.values())}."
