@@ -47,8 +47,14 @@ from spikefuse.data import Images
 from spikefuse.data.mnist import load_mnist
 from spikefuse.models import recurrent
 
-PSN, DELAYS, C_SILIF, SE_ADLIF = NAMES = ("masked PSN", "delays", "C-SiLIF", "SE-adLIF")
-WIDTHS = {PSN: [64, 64, 64], DELAYS: [128, 128, 128], C_SILIF: [256] * 4, SE_ADLIF: [256, 256]}
+S4D, PSN, MASKED_PSN, DELAYS, SE_ADLIF = NAMES = (
+    *("binary S4D", "PSN", "masked PSN"),
+    *("delays", "SE-adLIF"),
+)
+WIDTHS = {
+    **{S4D: [128] * 4, PSN: [64] * 3, MASKED_PSN: [64] * 3},
+    **{DELAYS: [128] * 3, SE_ADLIF: [256] * 2},
+}
 MAX_DELAY, LAST_SIGMA, DELAY_RATE = 48, 0.5, 10.0
 DECAY, CLASSES, PERMUTATION_SEED = 0.9, 10, 0
 QUICK = {"epochs": 2, "batch": 8, "hidden": [8, 8]}
@@ -98,28 +104,77 @@ def make_network(
         return sf.Temporal(net[:-1])  # without the leaky integrator
     layers: list[nn.Module] = []
     width = 1
+    if name == S4D:
+        layers = [nn.Linear(1, hidden[0])]
+        layers += [Residual(features, dropout) for features in hidden]
+        return sf.Temporal(
+            nn.Sequential(*layers, nn.BatchNorm1d(hidden[-1]), nn.Linear(hidden[-1], CLASSES))
+        )
     for features in hidden:
         linear: nn.Module = nn.Linear(width, features, bias=False)
+        neurons: nn.Module = sf.LIF(DECAY, detach_reset=True)
         if name == DELAYS:
             linear = sf.DelayedLinear(width, features, min(MAX_DELAY, num_steps), bias=False)
-        neuron_layer = make_neuron(name, features, num_steps)
-        layers += [linear, nn.BatchNorm1d(features), neuron_layer, nn.Dropout(dropout)]
+        else:
+            neurons = sf.PSN(num_steps, order=num_steps if name == MASKED_PSN else None)
+        layers += [linear, nn.BatchNorm1d(features), neurons, nn.Dropout(dropout)]
         width = features
     return sf.Temporal(nn.Sequential(*layers, nn.Linear(width, CLASSES)))
 
 
-def make_neuron(name: str, features: int, num_steps: int) -> nn.Module:
-    if name == PSN:
-        return sf.PSN(num_steps, order=num_steps)
-    if name == DELAYS:
-        return sf.LIF(DECAY, detach_reset=True)
-    # The time constants are from 1 / 50 of the sequence to twice its length.
-    low, high = math.log(1 / num_steps), math.log(100 / num_steps)
-    dt = sf.LearnablePositive(torch.empty(features).uniform_(low, high).exp())
-    frequency = nn.Parameter(torch.empty(features).uniform_(0, math.pi) / dt().detach())
-    rate = sf.LearnablePositive(torch.full((features,), 0.5))
-    gain = nn.Parameter(torch.rand(features))
-    return sf.CSiLIF(dt, rate, frequency, gain, detach_reset=True)
+class StateSpace(nn.Module):
+    """Neurons `[T, B, features]` without a reset, each with `states` complex linear states.
+
+    Equation, for the learned `a`, `c` and `dt` of a neuron, with the input `x` and spike `s`::
+
+        z[t] = exp(dt * a) z[t-1] + dt * x[t]
+        s[t] = 1 if 2 Re(sum(c * z[t])) + skip * x[t] + bias >= 0 else 0
+
+    As the states are linear, all steps are one causal convolution, computed by the FFT.
+    """
+
+    def __init__(self, features: int, states: int = 32) -> None:
+        super().__init__()
+        log_dt = torch.empty(features, 1).uniform_(math.log(1e-3), math.log(1e-1))
+        self.log_dt = nn.Parameter(log_dt)
+        self.log_rate = nn.Parameter(torch.full((features, states), math.log(0.5)))
+        self.frequency = nn.Parameter(math.pi * torch.arange(states).repeat(features, 1).float())
+        self.output = nn.Parameter(torch.randn(features, states, 2) * 0.5**0.5)
+        self.skip, self.bias = nn.Parameter(torch.randn(features)), nn.Parameter(torch.zeros(features))
+        self.surrogate = sf.surrogate.Sigmoid()
+
+    def kernel(self, num_steps: int) -> Tensor:
+        """Return the response to a single input, `[T, features]`."""
+        dt, rate = self.log_dt.exp(), self.log_rate.exp()
+        steps = torch.arange(num_steps, device=dt.device).view(-1, 1, 1)
+        decay, angle = (-rate * dt * steps).exp(), self.frequency * dt * steps
+        real, imag = self.output.unbind(-1)
+        return 2 * ((real * angle.cos() - imag * angle.sin()) * decay).sum(-1) * dt.squeeze(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.float()
+            size = 2 * len(x)
+            response = torch.fft.rfft(self.kernel(len(x)), size, dim=0).unsqueeze(1)
+            y = torch.fft.irfft(torch.fft.rfft(x, size, dim=0) * response, size, dim=0)[: len(x)]
+            spikes: Tensor = self.surrogate(y + self.skip * x + self.bias)
+        return spikes
+
+
+class Residual(nn.Module):
+    """Add what spikes evoke to the current that evoked them."""
+
+    def __init__(self, features: int, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.BatchNorm1d(features),
+            sf.OverTime(StateSpace(features)),
+            nn.Dropout(dropout),
+            nn.Linear(features, features),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
 
 
 class SequenceRun(accuracy.Run):
@@ -162,7 +217,7 @@ class SequenceRun(accuracy.Run):
         hooks = [
             layer.register_forward_hook(lambda _, __, y: rates.append(y.float().mean()))
             for layer in self.net.modules()
-            if isinstance(layer, sf.Neuron | sf.PSN | sf.Recurrent)
+            if isinstance(layer, sf.Neuron | sf.PSN | sf.Recurrent | sf.OverTime)
         ]
         self.net.eval()
         self.outputs(self.testing[: self.args.batch].pixels, self.args.T)
