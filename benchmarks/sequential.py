@@ -1,34 +1,38 @@
 """Accuracy over training time on sequential and permuted sequential MNIST, pixel by pixel.
 
     python -m benchmarks.sequential --seeds 0 1 2
-    python -m benchmarks.sequential --order sequential --names "masked PSN" --epochs 10
+    python -m benchmarks.sequential --order sequential --names "binary S4D" --epochs 10
 
-A network reads the 784 pixels of an image one at a time, through one input, in the order of the
-rows (`sequential`) or in one random permutation that is the same for all images, networks and seeds
-(`permuted`: `torch.randperm` with seed 0). It is trained on the 60,000 images of MNIST without
-augmentation and tested on the 10,000 others. Each hidden layer is linear without bias, batch norm,
-neurons and dropout. The readout is linear, and its mean over time gives the class. All networks are
-causal: a step sees itself and earlier steps only.
+A network reads the 784 pixels of an image one at a time, through one input: row by row
+(`sequential`), or in a random order (`permuted`) that is the same for all images, networks and
+seeds, `torch.randperm` with seed 0. It is trained on the 60,000 images of MNIST without
+augmentation, and tested on the 10,000 others. The mean of the outputs over time gives the class. A
+neuron's step depends on this step and earlier ones, except for PSN.
 
-- masked PSN: parallel neurons without a reset, with a learned weight for each pair of steps (Fang
-  et al., "Parallel Spiking Neurons with High Efficiency and Ability to Learn Long-term
-  Dependencies", NeurIPS 2023). Weights that belong to steps are as many for each permutation: they
-  make the permuted task no harder than the sequential one.
+- binary S4D: neurons with 32 complex linear states and without a reset, which run as a convolution
+  over time. Linear layers read spikes, and add to the input of the layer before (Stan and Rhodes,
+  "Learning Long Sequences in Spiking Neural Networks", arXiv:2401.00955, with batch norm, a
+  surrogate and residuals of currents; states as in Gu et al., "On the Parameterization and
+  Initialization of Diagonal State Space Models", NeurIPS 2022).
+- PSN: parallel neurons without a reset, with a learned weight for each pair of steps, and masked
+  PSN, with earlier steps only (Fang et al., "Parallel Spiking Neurons with High Efficiency and
+  Ability to Learn Long-term Dependencies", NeurIPS 2023). As each pixel has weights of its own, the
+  permuted task is no harder for PSN than the sequential one.
 - delays: LIF neurons whose synapses have learned delays (Hammouamri et al., "Learning Delays in
   Spiking Neural Networks using Dilated Convolutions with Learnable Spacings", ICLR 2024). The bump
   of a delay narrows over the first half of the epochs, and delays learn ten times as fast as
   weights. Evaluation rounds delays to steps.
-- C-SiLIF: oscillators with learned time steps, frequencies, decays and gains (Fabre et al., "SiLIF:
-  Structured State Space Model Dynamics and Parametrization for Spiking Neural Networks", 2025).
 - SE-adLIF: recurrent adaptive neurons (Baronig et al., "Advancing spatio-temporal processing
-  through adaptation in spiking neural networks", Nature Communications 2025), as in the recipe
-  se-adlif-shd.
+  through adaptation in spiking neural networks", Nature Communications 2025), with the surrogate
+  and reset of the recipe se-adlif-shd.
 
-Training uses AdamW, a one-cycle learning rate, the cross entropy of the mean over time and on a GPU
-bfloat16, where each step is recorded as a CUDA graph if it can be. There is a row for each epoch.
-`seconds` are those of its training steps, with compilation and recording in the first epoch;
-evaluation is not counted. `spikes` are those per neuron and step, on the first test images. Quick
-runs use random images.
+All networks have batch norm before their neurons and dropout after them. They are trained with
+AdamW, a one-cycle learning rate, the cross entropy of the mean over time, and on a GPU in bfloat16,
+with each step recorded as a CUDA graph if it can be.
+
+There is a row for each epoch. `seconds` are those of its training steps, with compilation and
+recording in the first epoch; evaluation is not counted. `spikes` are those per neuron and step, on
+the first test images. Quick runs use random images.
 """
 
 from __future__ import annotations
@@ -47,10 +51,9 @@ from spikefuse.data import Images
 from spikefuse.data.mnist import load_mnist
 from spikefuse.models import recurrent
 
-S4D, PSN, MASKED_PSN, DELAYS, SE_ADLIF = NAMES = (
-    *("binary S4D", "PSN", "masked PSN"),
-    *("delays", "SE-adLIF"),
-)
+S4D, PSN, MASKED_PSN = "binary S4D", "PSN", "masked PSN"
+DELAYS, SE_ADLIF = "delays", "SE-adLIF"
+NAMES = (S4D, PSN, MASKED_PSN, DELAYS, SE_ADLIF)
 WIDTHS = {
     **{S4D: [128] * 4, PSN: [64] * 3, MASKED_PSN: [64] * 3},
     **{DELAYS: [128] * 3, SE_ADLIF: [256] * 2},
@@ -140,7 +143,10 @@ class StateSpace(nn.Module):
         self.log_rate = nn.Parameter(torch.full((features, states), math.log(0.5)))
         self.frequency = nn.Parameter(math.pi * torch.arange(states).repeat(features, 1).float())
         self.output = nn.Parameter(torch.randn(features, states, 2) * 0.5**0.5)
-        self.skip, self.bias = nn.Parameter(torch.randn(features)), nn.Parameter(torch.zeros(features))
+        self.skip, self.bias = (
+            nn.Parameter(torch.randn(features)),
+            nn.Parameter(torch.zeros(features)),
+        )
         self.surrogate = sf.surrogate.Sigmoid()
 
     def kernel(self, num_steps: int) -> Tensor:
