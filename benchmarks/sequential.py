@@ -40,6 +40,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> Path:
     add("--order", default="permuted", choices=("permuted", "sequential"), help="(permuted)")
     add("--hidden", type=int, nargs="+", help="neurons of each hidden layer (by network)")
     add("--dropout", type=float, default=0.1, help="of the spikes of hidden layers (0.1)")
-    add("--weight-decay", type=float, default=0.01, help="of weights, not of others (0.01)")
+    add("--weight-decay", type=float, default=0.01, help="of weights alone (0.01)")
     args = accuracy.parse(parser, argv, QUICK)
     parts, described = load(args.data_dir, args.quick)
     args.T, args.early = parts[0].pixels[0].numel(), 0
@@ -189,16 +190,19 @@ class SequenceRun(accuracy.Run):
         return net.to(self.device)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        args, parameters = self.args, list(self.net.parameters())
-        delays = [layer.delay for layer in self.delayed()]
-        others = [p for p in parameters if all(p is not d for d in delays)]
-        groups = [
-            {"params": [p for p in others if p.ndim > 1], "weight_decay": args.weight_decay},
-            {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+        weights: list[Tensor] = []
+        others: list[Tensor] = []
+        delays: list[Tensor] = []
+        for name, p in self.net.named_parameters():
+            is_weight = p.ndim > 1 and name.endswith("weight")
+            (delays if name.endswith("delay") else weights if is_weight else others).append(p)
+        groups: list[dict[str, Any]] = [
+            {"params": weights, "weight_decay": self.args.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+            {"params": delays, "weight_decay": 0.0, "lr": DELAY_RATE * self.args.lr},
         ]
-        if delays:
-            groups.append({"params": delays, "lr": DELAY_RATE * args.lr, "weight_decay": 0.0})
-        return torch.optim.AdamW(groups, args.lr, fused=self.device.type == "cuda")
+        groups = [group for group in groups if group["params"]]
+        return torch.optim.AdamW(groups, self.args.lr, fused=self.device.type == "cuda")
 
     def delayed(self) -> list[sf.DelayedLinear]:
         return [m for m in self.net.modules() if isinstance(m, sf.DelayedLinear)]
