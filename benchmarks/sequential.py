@@ -40,7 +40,6 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +58,9 @@ WIDTHS = {
     **{S4D: [128] * 4, PSN: [64] * 3, MASKED_PSN: [64] * 3},
     **{DELAYS: [128] * 3, SE_ADLIF: [256] * 2},
 }
-MAX_DELAY, LAST_SIGMA, DELAY_RATE = 48, 0.5, 10.0
+MAX_DELAY, LAST_SIGMA = 48, 0.5
+# Learning rates of parameters, relative to that of others.
+RATES = {"delay": 10.0, "log_dt": 0.25, "log_rate": 0.25, "frequency": 0.25}
 DECAY, CLASSES, PERMUTATION_SEED = 0.9, 10, 0
 QUICK = {"epochs": 2, "batch": 8, "hidden": [8, 8]}
 
@@ -190,18 +191,14 @@ class SequenceRun(accuracy.Run):
         return net.to(self.device)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        weights: list[Tensor] = []
-        others: list[Tensor] = []
-        delays: list[Tensor] = []
-        for name, p in self.net.named_parameters():
-            is_weight = p.ndim > 1 and name.endswith("weight")
-            (delays if name.endswith("delay") else weights if is_weight else others).append(p)
-        groups: list[dict[str, Any]] = [
-            {"params": weights, "weight_decay": self.args.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-            {"params": delays, "weight_decay": 0.0, "lr": DELAY_RATE * self.args.lr},
+        groups = [
+            {
+                "params": [p],
+                "lr": RATES.get(name.rpartition(".")[2], 1.0) * self.args.lr,
+                "weight_decay": self.args.weight_decay * (p.ndim > 1 and name.endswith("weight")),
+            }
+            for name, p in self.net.named_parameters()
         ]
-        groups = [group for group in groups if group["params"]]
         return torch.optim.AdamW(groups, self.args.lr, fused=self.device.type == "cuda")
 
     def delayed(self) -> list[sf.DelayedLinear]:
