@@ -133,6 +133,11 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
         each(training_sections.spoken_digits, "accuracy over seconds"),
         SCRIPT.format("spoken_digits --seeds 0 1 2"),
     ),
+    "sequential": (
+        "sequential*",
+        each(training_sections.sequential, "accuracy over seconds"),
+        SCRIPT.format("sequential --names 'binary S4D' PSN --seeds 0 1 2"),
+    ),
     "pretrained": (
         "pretrained", each(training_sections.pretrained), SCRIPT.format("pretrained")
     ),
