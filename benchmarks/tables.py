@@ -146,6 +146,16 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
         each(training_sections.from_ann),
         SCRIPT.format("from_ann --model resnet18 --epochs 60"),
     ),
+    "quantize": (
+        "quantize*",
+        each(training_sections.quantize),
+        SCRIPT.format("quantize fashion-mnist-ms-resnet18"),
+    ),
+    "from-ann-steps": (
+        "from_ann_steps",
+        each(training_sections.from_ann_steps),
+        SCRIPT.format("from_ann_steps"),
+    ),
     "accuracy": (
         "accuracy*",
         each(training_sections.accuracy, "accuracy over seconds"),

@@ -38,6 +38,7 @@ SCRIPTS = (
     "online time --rules sltt",
     "reproduce temporal-fusion-mnist-resnet18",
     "pretrained",
+    "quantize digits-conv --weights 4",
 )
 SHARED = ("parallel data", "parallel time", "events sharded --largest 300")
 
