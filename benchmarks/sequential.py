@@ -1,7 +1,7 @@
 """Accuracy over training time on sequential and permuted sequential MNIST, pixel by pixel.
 
-    python -m benchmarks.sequential --seeds 0 1 2
-    python -m benchmarks.sequential --order sequential --names "binary S4D" --epochs 10
+    python -m benchmarks.sequential --names "binary S4D" PSN --seeds 0 1 2
+    python -m benchmarks.sequential --names "binary S4D" --order sequential --epochs 10
 
 A network reads the 784 pixels of an image one at a time, through one input: row by row
 (`sequential`), or in a random order (`permuted`) that is the same for all images, networks and

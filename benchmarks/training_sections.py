@@ -218,6 +218,26 @@ def spoken_digits(result: Result) -> Parts:
     yield _command("spoken_digits", result)
 
 
+def sequential(result: Result) -> Parts:
+    """Yield a line for each network: the last accuracy of every seed, its size, rate and time."""
+    settings, lines = result["settings"], []
+    for name, rows in grouped(result["rows"], "name").items():
+        seeds = list(grouped(rows, "seed").values())
+        seeds = [one for one in seeds if len(one) == settings["epochs"]] or seeds
+        lines.append({
+            "": name, f"test accuracy, {BY_SEED}": _last(rows, settings["epochs"]),
+            "parameters": rows[0]["parameters"],
+            "spikes per neuron and step": statistics.median(one[-1]["spikes"] for one in seeds),
+            "seconds": statistics.median(sum(r["seconds"] for r in one) for one in seeds),
+        })  # fmt: skip
+    yield (
+        f"{settings['data']}, {settings['order']}, T = {settings['T']}, {settings['epochs']} "
+        f"epochs, batches of {settings['batch']}:"
+    )
+    yield table(lines, keys(*lines[0]))
+    yield _command("sequential", result, "order")
+
+
 def accuracy(result: Result) -> Parts:
     """Yield a line for each network: its last accuracies and speeds, and the times of a step."""
     settings, lines, steps = result["settings"], [], grouped(result["rows"], "T")

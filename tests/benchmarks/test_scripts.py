@@ -26,6 +26,7 @@ SCRIPTS = (
     "recurrent",
     "from_ann",
     "delays",
+    "methods",
     "open_neuromorphic",
     "cpu",
     "plasticity",
