@@ -44,7 +44,7 @@ def export(
     if step and form == "nir":
         raise ConfigError("--step is given, but NIR describes neurons without steps: remove it")
     if int8 and form == "nir":
-        raise ConfigError("--int8 is given, but NIR has no steps of integers: remove it")
+        raise ConfigError("--int8 is given, but weights in NIR are floats: remove it")
     if dt is not None and form != "nir":
         raise ConfigError(f"--dt is given, but {form} has no time constants: remove it")
     if config.encoding == "poisson" and form != "nir" and not step:

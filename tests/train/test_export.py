@@ -74,7 +74,7 @@ def test_nir(spikefuse: Spikefuse, tmp_path: Path) -> None:
     ("settings", "options", "message"),
     [
         ({}, ("nir", "--step"), "--step is given, but NIR describes neurons without steps: rem"),
-        ({}, ("nir", "--int8"), "--int8 is given, but NIR has no steps of integers: remove it"),
+        ({}, ("nir", "--int8"), "--int8 is given, but weights in NIR are floats: remove it"),
         ({}, ("pt2", "--dt", "1"), "--dt is given, but pt2 has no time constants: remove it"),
         ({}, ("nir", "--dt", "-1"), "exported as nir: dt is -1.0: expected a positive finite"),
         ({"encoding": "poisson"}, ("onnx",), "Poisson spikes, which cannot be exported: add --ste"),

@@ -456,7 +456,7 @@ def quantized():
     net = sf.Temporal(
         nn.Sequential(nn.Conv2d(2, 3, 3), sf.IF(0.5), nn.Flatten(), nn.Linear(12, 6), recurrent)
     )
-    x = 4 * torch.rand(3, 2, 2, 4, 4)
+    x = 4 * torch.rand(2, 3, 2, 4, 4)
     return sf.quantize(net.eval(), x), x
 
 
