@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> Path:
     add("--data-dir", type=Path, help="folder of the data sets")
     args = runner.parse(parser, argv)
     args.finetuning = 1 if args.quick else args.finetuning
-    args.name = f"quantize_{Path(args.network).stem}"
+    args.usual_name = f"quantize_{Path(args.network).stem}"
     settings = {k: v for k, v in runner.settings_of(args).items() if k != "data_dir"}
     with cudnn_search(torch.device(args.device)):
         return runner.write_rows(args, rows(args), settings)
