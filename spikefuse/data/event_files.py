@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from spikefuse import isolated
 from spikefuse.data.aedat import read_aedat2, read_aedat3
 from spikefuse.data.evt21 import is_evt21, read_evt21
 from spikefuse.data.files import (
@@ -42,25 +41,19 @@ EVENT = np.dtype([("t", "<u8"), ("x", "<u2"), ("y", "<u2"), ("p", "?")])
 DVS128 = (128, 128)
 
 
-def read_events(
-    path: Path,
-    sensor: str | None = None,
-    size: int | None = None,
-    reader: isolated.Reader | None = None,
-) -> Recording:
+def read_events(path: Path, sensor: str | None = None, size: int | None = None) -> Recording:
     """Read the recording in a file, with time from its first event.
 
     Args:
         path: in one of the formats of `event_folder`.
         sensor, size: as for `event_folder`.
-        reader: reads several files in one process.
 
     Raises:
         DataError: the file is missing or damaged, an event lies outside the sensor, the size of the
             sensor is unknown, a package is not installed, or the events need more memory than is
             free.
     """
-    (x, y, p, t), found = _decode(path, _parse(sensor), reader)
+    (x, y, p, t), found = _decode(path, _parse(sensor))
     check_memory(path, len(t))
     width, height = _known(path, found)
     if p.dtype.kind in "if":  # a decrease is -1 or 0
@@ -78,7 +71,7 @@ def sensor_of(path: Path, sensor: str | None = None) -> tuple[int, int]:
         DataError: as for `read_events`.
     """
     found = _parse(sensor)
-    width, height = _known(path, found or _decode(path, None, None)[1])
+    width, height = _known(path, found or _decode(path, None)[1])
     return height, width
 
 
@@ -113,9 +106,7 @@ def _scaled(recording: Recording, size: int) -> Recording:
     return Recording(x[inside], y[inside], p, t, (2, size, size))
 
 
-def _decode(
-    path: Path, sensor: Sensor | None, reader: isolated.Reader | None
-) -> tuple[Columns, Sensor | None]:
+def _decode(path: Path, sensor: Sensor | None) -> tuple[Columns, Sensor | None]:
     """Return the events of a file, and the size of the sensor if it is known."""
     check_regular(path)
     check_memory(path)
@@ -130,16 +121,14 @@ def _decode(
         columns, found = read_evt21(path)
         return columns, sensor or found
     if ending in FAERY:
-        columns, found = _decode_by_faery(path, reader)
+        columns, found = _decode_by_faery(path)
         return columns, sensor or found
-    if ending in HDF5:
-        return _read_hdf5(path, reader), sensor
     return OTHERS[ending](path), sensor
 
 
-def _decode_by_faery(path: Path, reader: isolated.Reader | None) -> tuple[Columns, Sensor | None]:
+def _decode_by_faery(path: Path) -> tuple[Columns, Sensor | None]:
     packets, num_events, free = [np.zeros(0, EVENT)], 0, free_memory()
-    with contextlib.closing(read_isolated(path, "event_packets.py", "faery", reader)) as arrays:
+    with contextlib.closing(read_isolated(path, "event_packets.py", "faery")) as arrays:
         sensor = tuple(next(arrays).tolist())
         for array in arrays:
             packets.append(array.view(EVENT))
@@ -200,8 +189,8 @@ def _read_numpy(path: Path) -> Columns:
         raise damaged(path, f"not arrays of NumPy: {error}") from error
 
 
-def _read_hdf5(path: Path, reader: isolated.Reader | None) -> Columns:
-    with contextlib.closing(read_isolated(path, "event_columns.py", "h5py", reader)) as columns:
+def _read_hdf5(path: Path) -> Columns:
+    with contextlib.closing(read_isolated(path, "event_columns.py", "h5py")) as columns:
         return _columns(path, "xypt", dict(zip("xypt", columns, strict=True)).__getitem__)
 
 
@@ -221,11 +210,12 @@ def _read_csv(path: Path) -> Columns:
     return _columns(path, names, lambda name: table[:, names.index(name)])
 
 
-HDF5 = (".h5", ".hdf5")
 OTHERS: Mapping[str, Callable[[Path], Columns]] = {
     ".bin": read_saccades,
     ".npy": _read_numpy,
     ".npz": _read_numpy,
     ".csv": _read_csv,
+    ".h5": _read_hdf5,
+    ".hdf5": _read_hdf5,
 }
-ENDINGS = {".aedat", *FAERY, *HDF5, *OTHERS}
+ENDINGS = {".aedat", *FAERY, *OTHERS}

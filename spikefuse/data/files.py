@@ -300,9 +300,7 @@ def not_installed(reader: str, package: str, extra: str) -> DataError:
     )
 
 
-def read_isolated(
-    path: Path, program: str, library: str, reader: isolated.Reader | None = None
-) -> Generator[np.ndarray]:
+def read_isolated(path: Path, program: str, library: str) -> Generator[np.ndarray]:
     """Yield the arrays that a program beside this file reads from a file; see `isolated.arrays`.
 
     Raises:
@@ -312,7 +310,7 @@ def read_isolated(
         raise not_installed(path.name, library, "events")
     check_regular(path)
     try:
-        yield from isolated.arrays(Path(__file__).with_name(program), library, path, reader)
+        yield from isolated.arrays(Path(__file__).with_name(program), library, path)
     except OSError as error:  # such as of starting the process
         raise DataError(f"cannot read {path}: {error}") from error
     except ValueError as error:

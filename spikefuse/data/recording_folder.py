@@ -69,9 +69,9 @@ def event_folder(
     shape = (2, height, width)
 
     def read_all(files: Sequence[Path]) -> Iterator[Recording]:
-        with isolated.Reader() as reader:
+        with isolated.one_process():
             for file in files:
-                recording = read_events(file, sensor, size, reader)
+                recording = read_events(file, sensor, size)
                 if recording.size != shape:
                     _, rows, columns = recording.size
                     raise DataError(

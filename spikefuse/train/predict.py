@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from spikefuse import isolated
 from spikefuse.data import DataError, Examples, read_file
 from spikefuse.data.registry import file_endings
 from spikefuse.train import batches, checkpoint, own
@@ -182,17 +183,19 @@ def read_examples(
     network: TrainedNetwork, files: Iterable[Path], report: Callable[[str], None]
 ) -> Iterator[tuple[str, Tensor]]:
     """Read the examples of files with their names, and report files that cannot be read."""
-    for path in files:
-        try:
-            if path.is_dir():
-                endings = ", ".join(sorted(file_endings(network.config.data)))
-                raise DataError(f"{path} has no file that ends in {endings}")
-            examples = network.examples(path)
-            first = list(islice(examples, 2))
-            for i, example in enumerate(chain(first, examples)):
-                yield f"{path}[{i}]" if len(first) > 1 else str(path), torch.from_numpy(example)
-        except (DataError, OSError) as error:
-            report(str(error))
+    with isolated.one_process():
+        for path in files:
+            try:
+                if path.is_dir():
+                    endings = ", ".join(sorted(file_endings(network.config.data)))
+                    raise DataError(f"{path} has no file that ends in {endings}")
+                examples = network.examples(path)
+                first = list(islice(examples, 2))
+                for i, example in enumerate(chain(first, examples)):
+                    name = f"{path}[{i}]" if len(first) > 1 else str(path)
+                    yield name, torch.from_numpy(example)
+            except (DataError, OSError) as error:
+                report(str(error))
 
 
 def predict(
