@@ -32,9 +32,7 @@ from spikefuse.train.fields import (
     choice,
     flag,
     number,
-    of_checkpoint,
-    of_files,
-    text,
+    option,
     up_to,
 )
 from spikefuse.train.tasks import CRITERIA, TASKS, Task
@@ -87,8 +85,8 @@ class TrainConfig:
         int,
     )
     grey: bool = flag(False, "read images in grey; folder, imagenet and tiny_imagenet", "no")
-    sensor: str | None = text(
-        None, "events: columns and rows of the camera, such as 346x260", "the files' own"
+    sensor: str | None = option(
+        None, "events: columns and rows of the camera, such as 346x260", str, "the files' own"
     )
     num_steps: int = number(
         None,
@@ -284,9 +282,10 @@ class TrainConfig:
         False, "synchronize batch norm statistics across GPUs, under torchrun", "no"
     )
 
-    classes: tuple[str, ...] | None = of_files()
-    shape: tuple[int, ...] | None = of_files()
-    converted: bool | None = of_checkpoint()
+    # No options: the files of a dataset determine the first two, and a checkpoint the last.
+    classes: tuple[str, ...] | None = option(None, "", tuple)
+    shape: tuple[int, ...] | None = option(None, "", tuple)
+    converted: bool | None = option(None, "", bool)
 
     def __post_init__(self) -> None:
         for setting in own.REGISTRIES:
