@@ -6,13 +6,13 @@ import contextlib
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from spikefuse.data.aedat import read_aedat2, read_aedat3
+from spikefuse.data.event_columns import columns
 from spikefuse.data.evt21 import is_evt21, read_evt21
 from spikefuse.data.files import (
     DataError,
@@ -28,13 +28,6 @@ from spikefuse.data.recordings import Columns, Recording, check_memory, make_rec
 
 # Columns and rows of a sensor.
 Sensor = tuple[int, int]
-# Names of the columns in files of arrays and tables.
-NAMES = {
-    "x": ("x", "xs"),
-    "y": ("y", "ys"),
-    "p": ("p", "ps", "polarity", "on"),
-    "t": ("t", "ts", "timestamp", "timestamps"),
-}
 # Endings of files that faery decodes, and the layout of its events.
 FAERY = (".aedat4", ".raw", ".dat", ".es")
 EVENT = np.dtype([("t", "<u8"), ("x", "<u2"), ("y", "<u2"), ("p", "?")])
@@ -157,41 +150,32 @@ def read_saccades(path: Path) -> Columns:
     return x[is_event], y[is_event], high[is_event] >> 7, t[is_event]
 
 
-def _columns(path: Path, names: Collection[str], values: Callable[[str], Any]) -> Columns:
-    """Return the arrays of x, y, p and t, which may have one of several names."""
-    found = {column: next((n for n in own if n in names), None) for column, own in NAMES.items()}
-    if missing := [column for column, name in found.items() if name is None]:
-        raise damaged(path, f"it has no {missing[0]} among {', '.join(names) or 'no names'}")
-    arrays = [np.asarray(values(name)) for name in found.values() if name is not None]
-    if any(a.ndim != 1 or len(a) != len(arrays[0]) or a.dtype.kind not in "iubf" for a in arrays):
-        shapes = ", ".join(f"{a.dtype} {list(a.shape)}" for a in arrays)
-        raise damaged(path, f"x, y, p and t are {shapes}: expected numbers of one length")
-    x, y, p, t = arrays
+def _checked(path: Path, found: Iterable[np.ndarray]) -> Columns:
+    """Return x, y, p and t, which must have one length."""
+    x, y, p, t = found
+    if not len(x) == len(y) == len(p) == len(t):
+        lengths = ", ".join(str(len(column)) for column in (x, y, p, t))
+        raise damaged(path, f"x, y, p and t have {lengths} values: expected one length")
     return x, y, p, t
 
 
 def _read_numpy(path: Path) -> Columns:
     try:
         if path.suffix.lower() == ".npy":
-            array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-            return _columns(path, array.dtype.names or (), lambda name: array[name])
+            return _checked(path, columns(np.load(path, mmap_mode="r", allow_pickle=False)))
         with zipfile.ZipFile(path) as archive:
             if sum(entry.file_size for entry in archive.infolist()) > max_content(path):
                 raise ValueError("its content is too large")
         with np.load(path, allow_pickle=False) as arrays:
-            if arrays.files == ["events"]:
-                array = arrays["events"]
-                return _columns(path, array.dtype.names or (), lambda name: array[name])
-            return _columns(path, arrays.files, lambda name: arrays[name])
+            return _checked(path, columns(arrays.get("events", arrays)))
     except DataError:
         raise
     except Exception as error:  # a damaged header may raise anything
-        raise damaged(path, f"not arrays of NumPy: {error}") from error
+        raise damaged(path, f"not arrays of events: {error}") from error
 
 
 def _read_hdf5(path: Path) -> Columns:
-    with contextlib.closing(read_isolated(path, "event_columns.py", "h5py")) as columns:
-        return _columns(path, "xypt", dict(zip("xypt", columns, strict=True)).__getitem__)
+    return _checked(path, read_isolated(path, "event_columns.py", "h5py"))
 
 
 def _read_csv(path: Path) -> Columns:
@@ -201,13 +185,14 @@ def _read_csv(path: Path) -> Columns:
             names = [n.strip().lower().partition("@")[0] for n in header.split(",")]
             with warnings.catch_warnings(action="ignore"):  # of no data, reported below
                 table = np.loadtxt(file, delimiter=",", ndmin=2)
+        if table.shape[1] != len(names):
+            found = f"{table.shape[1]} columns, of which the first line names {len(names)}"
+            raise damaged(path, found)
+        return _checked(path, columns(dict(zip(names, table.T, strict=True))))
+    except DataError:
+        raise
     except ValueError as error:
-        if isinstance(error, DataError):
-            raise
-        raise damaged(path, f"not a table of numbers: {error}") from error
-    if table.shape[1] != len(names):
-        raise damaged(path, f"{table.shape[1]} columns, of which the first line names {len(names)}")
-    return _columns(path, names, lambda name: table[:, names.index(name)])
+        raise damaged(path, f"not a table of events: {error}") from error
 
 
 OTHERS: Mapping[str, Callable[[Path], Columns]] = {
