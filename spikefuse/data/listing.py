@@ -105,7 +105,7 @@ def _list(
             f"{folder} has no folder per class: move its files into folders named after their "
             "class, or list them in labels.csv, with the columns file and label"
         )
-    files, labels = class_files(folder, classes, endings, "every class needs at least one")
+    files, labels = class_files(folder, classes, endings, "add one, or remove the folder")
     return classes, Files(files, np.array(labels))
 
 

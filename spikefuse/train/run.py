@@ -102,7 +102,7 @@ def _train(
                 folder.remove(directory, existed)
             late = (OSError, DataError, FloatingPointError) if saved else OSError
             if isinstance(error, late):
-                raise folder.with_advice(error, config, directory) from error
+                raise folder.with_advice(error, config, options, directory) from error
             raise
         seconds = time.perf_counter() - start
     if not processes.main:
@@ -123,7 +123,7 @@ def _train(
     try:
         return _finish(module, examples.test, device, directory, facts)
     except (OSError, DataError, FloatingPointError) as error:
-        raise folder.with_advice(error, config, directory) from error
+        raise folder.with_advice(error, config, options, directory) from error
     except KeyboardInterrupt:
         raise RunInterrupted(signal.SIGINT, directory / LAST) from None
 

@@ -108,6 +108,15 @@ def test_images_are_decoded_when_they_are_indexed(tmp_path: Path) -> None:
         train[3:]
 
 
+def test_images_of_all_formats_that_are_read_are_found(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for ending in ("bmp", "gif", "jpeg", "jpg", "png", "ppm", "TIF", "tiff", "webp"):
+            Image.new("L", (4, 4), 99).save(tmp_path / name / f"a.{ending}")
+    train, test = data.load(data.image_folder(tmp_path, size=4))
+    assert len(train) + len(test) == 2 * 9
+
+
 def test_a_split_stays_on_disk(tmp_path: Path) -> None:
     write(tmp_path)
     train, _ = data.load("imagenet", tmp_path, size=16)
@@ -155,7 +164,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         data.load("imagenet", tmp_path)
     for part, name in (("train", "n01"), ("val", "n01"), ("train", "n02"), ("val", "n03")):
         (tmp_path / part / name).mkdir()
-        with pytest.raises(data.DataError, match=r"no .*\.jpeg .*file in .*n01: every class needs"):
+        with pytest.raises(data.DataError, match=r"no .*\.jpeg .*file in .*n01: add one, or rem"):
             data.load("imagenet", tmp_path)
     for place in tmp_path.glob("*/*"):
         Image.new("L", (3, 3)).save(place / "a.png")
