@@ -35,7 +35,7 @@ def _task_conflicts(config: TrainConfig) -> Iterator[str]:
     if config.criterion != "cross-entropy":
         yield from _given(config, f"criterion is {config.criterion}", "label_smoothing")
     elif len(dataset.classes) == 1:
-        yield f"{config.dataset} has one class: add another, or choose a task with values"
+        yield f"{config.dataset} has one class: add another, or choose task regression"
 
 
 def _data_conflicts(config: TrainConfig) -> Iterator[str]:

@@ -167,9 +167,11 @@ def check_examples(config: Any, parts: Any) -> None:
         dtype, (_, *sizes) = task.target(len(part), config.num_steps)
         if labels.dtype != dtype or labels.shape != (len(part), *sizes) or len(part) == 0:
             expected = ", ".join(map(str, (len(part) or "N", *sizes)))
+            of_steps = task.per_step and not task.of_classes and not labels.is_floating_point()
+            hint = "; for classes, add --criterion cross-entropy" if of_steps else ""
             raise DataError(
                 f"{read} {what} labels {labels.dtype} {list(labels.shape)}: expected {dtype} "
-                f"[{expected}], one for each example, or another --task than {task.name}"
+                f"[{expected}], one for each example, or another --task than {task.name}{hint}"
             )
         low, high = labels.min().item(), labels.max().item()
         if not math.isfinite(low + high):
