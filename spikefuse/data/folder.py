@@ -36,6 +36,14 @@ MAX_ASPECT = 100
 class ImageFolder:
     """Labelled image files; only names and labels are in memory.
 
+    Example::
+
+        from pathlib import Path
+
+        files = Path("a.png"), Path("b.png")
+        photos = sf.data.ImageFolder(files, torch.tensor([0, 1]), (3, 64, 64))
+        pixels = photos[:1].pixels  # of a.png, which is read now
+
     Args:
         files: one per image.
         labels: int64 `[N]`.
@@ -86,10 +94,10 @@ def image_folder(
 ) -> Dataset:
     """Describe the images in a folder, with the names of its subfolders as classes.
 
-    ```python
-    photos = sf.data.image_folder("photos", size=64)
-    training, test = sf.data.load(photos)
-    ```
+    Example::
+
+        photos = sf.data.image_folder("photos", size=64)
+        training, test = sf.data.load(photos)
 
     The folder holds one folder per class, or `train` with `val`, `test` or both, which hold one
     each. Without these, a fifth of each class, drawn by `seed`, is for the test; without `test`,

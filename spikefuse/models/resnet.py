@@ -120,6 +120,11 @@ def resnet(
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 
+    Example::
+
+        net = sf.Temporal(sf.models.resnet18(sf.LIF, 3, 10, (32, 32), stem="cifar"))
+        logits = net(torch.rand(2, 4, 3, 32, 32)).mean(0)  # [4, 10] of 2 steps
+
     Args:
         depth: 18 or 34, or 50, which has bottlenecks.
         neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.

@@ -42,6 +42,11 @@ from spikefuse.train.tasks import CRITERIA, TASKS, Task
 class TrainConfig:
     """All settings that determine the result of a run.
 
+    Example::
+
+        config = sf.train.TrainConfig(dataset="mnist", model="resnet18", num_steps=4)
+        net = config.make_network()  # a Temporal
+
     Raises:
         ConfigError: a value has the wrong type, is out of range, or conflicts with another.
     """
