@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from spikefuse.data.files import ENVIRONMENT
 from spikefuse.train.fields import AT_LEAST_ONE, check_fields, choice, flag, number, option
 
 DEVICES = ("auto", "cpu", "cuda")
+SEARCHED = f"${ENVIRONMENT}, else see the end of spikefuse train --help"
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class RunOptions:
         str,
         "none",
     )
-    data_dir: Path | None = option(None, "folder of the datasets", Path, "see below")
+    data_dir: Path | None = option(None, "folder of the datasets", Path, SEARCHED)
     download: bool = flag(
         False,
         "download missing files of mnist, fashion_mnist, cifar10 and cifar100, verifying checksums",
