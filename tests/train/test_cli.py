@@ -60,7 +60,10 @@ def test_help_names_every_option_with_its_default(
     [
         ([], "usage"),
         (["--help"], "COMMAND"),
-        (["eval", "--help"], "(default: $SPIKEFUSE_DATA, else see the end of spikefuse train --help)"),
+        (
+            ["eval", "--help"],
+            "(default: $SPIKEFUSE_DATA, else see the end of spikefuse train --help)",
+        ),
         (["eval", "--help"], "comes with spikefuse, such as digits-conv"),
         (["predict", "--help"], "FILE [FILE ...]"),
         (["convert", "--help"], "sf.from_ann"),

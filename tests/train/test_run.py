@@ -297,6 +297,14 @@ def test_a_run_whose_loss_is_not_finite_stops(
     assert not Path("run0").exists()
 
 
+def test_a_run_whose_statistics_are_not_finite_stops(
+    spikefuse: Spikefuse, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights and its loss are finite, the squares of its inputs are not."""
+    assert spikefuse("train", *small, "--model", "conv", "--lr", "1e30", "--out", "run") == 1
+    assert "after epoch 1, net.1.running_var is not finite" in capsys.readouterr().err
+
+
 def test_a_run_is_named_by_its_folder(
     spikefuse: Spikefuse, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
