@@ -161,8 +161,6 @@ def class_files(
 ) -> tuple[tuple[Path, ...], list[int]]:
     """List the files below the subfolder of each class, by class and name, and their labels.
 
-    Files whose names begin with a dot are left out.
-
     Args:
         folder: contains one subfolder per class.
         classes: names of the subfolders; labels number them.
@@ -175,13 +173,27 @@ def class_files(
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        inside = (path for path in (folder / name).rglob("*") if path.name[0] != ".")
-        own = sorted(path for path in inside if path.suffix.lower() in endings)
+        own = files_below(folder / name, endings)
         if not own:
             raise DataError(f"no {' or '.join(sorted(endings))} file in {folder / name}: {how}")
         files += own
         labels += [label] * len(own)
     return tuple(files), labels
+
+
+def files_below(folder: Path, endings: Collection[str]) -> list[Path]:
+    """List the files below a folder by name, without what programs hide by a dot in front.
+
+    Args:
+        folder: of the files.
+        endings: suffixes of the files, in lower case.
+    """
+    files: list[Path] = []
+    for place, inner, names in os.walk(folder):
+        inner[:] = [name for name in inner if name[0] != "."]
+        paths = [Path(place, name) for name in names if name[0] != "."]
+        files += [path for path in paths if path.suffix.lower() in endings]
+    return sorted(files)
 
 
 @contextlib.contextmanager

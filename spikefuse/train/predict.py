@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from spikefuse import isolated
 from spikefuse.data import DataError, Examples, read_file
+from spikefuse.data.files import files_below
 from spikefuse.data.registry import file_endings
 from spikefuse.train import batches, checkpoint, own
 from spikefuse.train.batches import EvalBatches
@@ -172,11 +173,8 @@ def device_of(name: str, precision: str, processes: Processes) -> torch.device:
 
 def find_files(network: TrainedNetwork, paths: Iterable[Path]) -> list[Path]:
     """Replace folders by the files in them, recursively; folders without any are not replaced."""
-    endings, files = file_endings(network.config.data), []
-    for path in paths:
-        inside = sorted(path.rglob("*")) if path.is_dir() else []
-        files += [p for p in inside if p.suffix.lower() in endings and p.is_file()] or [path]
-    return files
+    endings = file_endings(network.config.data)
+    return [file for path in paths for file in files_below(path, endings) or [path]]
 
 
 def read_examples(

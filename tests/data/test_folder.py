@@ -117,6 +117,16 @@ def test_images_of_all_formats_that_are_read_are_found(tmp_path: Path) -> None:
     assert len(train) + len(test) == 2 * 9
 
 
+def test_hidden_files_and_folders_are_left_out(tmp_path: Path) -> None:
+    """Such as copies that Jupyter makes, and files of macOS."""
+    write_photos(tmp_path, 5)
+    for hidden in (".ipynb_checkpoints/0-checkpoint.png", "more/.copies/0.png", "._0.png"):
+        (tmp_path / "cat" / hidden).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cat" / hidden).write_bytes(b"")
+    train, test = data.load(data.image_folder(tmp_path, size=8))
+    assert len(train.pixels) + len(test.pixels) == 3 * 5
+
+
 def test_a_split_stays_on_disk(tmp_path: Path) -> None:
     write(tmp_path)
     train, _ = data.load("imagenet", tmp_path, size=16)
