@@ -53,6 +53,11 @@ def read_events(path: Path, sensor: str | None = None, size: int | None = None) 
         p = np.where(p == -1, 0, p)
     if not len(t):
         raise damaged(path, "it has no event")
+    if sensor is not None and (x.max() >= width or y.max() >= height):
+        raise DataError(
+            f"{path} has an event at column {x.max():g} or row {y.max():g}, outside of the sensor "
+            f"{sensor}: give the size of the camera"
+        )
     whole = make_recording((x, y, p, t - t.min()), (2, height, width), path)
     return whole if size is None else _scaled(whole, size)
 

@@ -413,7 +413,16 @@ class TrainConfig:
         if self.on_events:
             options = {"capacity": self.capacity, "overflow": self.overflow}
         build = MODELS[self.model]
-        net = build(self.make_neuron, channels, len(dataset.classes), (height, width), **options)
+        try:
+            net = build(
+                self.make_neuron, channels, len(dataset.classes), (height, width), **options
+            )
+        except ValueError as error:
+            if own.is_reference(self.model):  # whose traceback helps
+                raise
+            raise ConfigError(
+                f"model is {self.model}, but {self.dataset} does not suit it: {error}"
+            ) from error
         own.check_network(self.model, net)
         if self.channels_last is not False:  # None in older checkpoints
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
