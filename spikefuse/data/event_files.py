@@ -76,7 +76,7 @@ def sensor_of(path: Path, sensor: str | None = None) -> tuple[int, int]:
 def _parse(sensor: str | None) -> Sensor | None:
     if sensor is None:
         return None
-    match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", sensor)
+    match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", str(sensor))
     if match is None:
         raise DataError(f"sensor is {sensor!r}: expected columns and rows, such as 346x260")
     return int(match[1]), int(match[2])

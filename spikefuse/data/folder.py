@@ -19,6 +19,7 @@ from torch import Tensor
 
 from spikefuse.data.dataset import Dataset
 from spikefuse.data.files import DataError, check_regular, find_folder, not_installed
+from spikefuse.data.frames import whole_number
 from spikefuse.data.images import Images, Index
 from spikefuse.data.listing import list_files
 
@@ -119,7 +120,7 @@ def image_folder(
         DataError: the folder is missing, has fewer than two classes or a class without images, its
             parts differ in classes, `size` is not positive, or Pillow is not installed.
     """
-    if size < 1:
+    if whole_number("size", size) < 1:
         raise DataError(f"size is {size}: expected at least 1")
     classes, parts = list_files(Path(path).expanduser(), ENDINGS, seed)
     _pillow()  # fail early

@@ -56,11 +56,16 @@ def register(setting: str, name: Any) -> None:
             return
         reference = next(iter(points)).value
     found = import_attribute(setting, reference)
-    check = _wrong_builder if setting == "model" else _wrong_dataset
-    if wrong := check(found):
-        expected = BUILDER if setting == "model" else DATASET
-        raise ConfigError(f"{setting} is {reference}, {wrong}: expected {expected}")
+    check(setting, reference, found)
     registry[name] = found
+
+
+def check(setting: str, name: str, found: Any) -> None:
+    """Raise ConfigError unless what `name` stands for is a builder or a `Dataset`."""
+    is_model = setting == "model"
+    if wrong := _wrong_builder(found) if is_model else _wrong_dataset(found):
+        expected = BUILDER if is_model else DATASET
+        raise ConfigError(f"{setting} is {name}, {wrong}: expected {expected}")
 
 
 def refuse_unknown(settings: dict[str, Any]) -> None:

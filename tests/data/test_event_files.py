@@ -164,6 +164,10 @@ def test_the_sensor_must_be_known_and_fit(tmp_path: Path) -> None:
         read_events(path)
     with pytest.raises(data.DataError, match="sensor is '40': expected columns and rows, such as"):
         read_events(path, "40")
+    with pytest.raises(
+        data.DataError, match=r"sensor is \(40, 30\): expected columns and rows, suc"
+    ):
+        read_events(path, (40, 30))
     with pytest.raises(data.DataError, match=r"event at column 39 .*, outside of the sensor 30x40"):
         read_events(path, "30x40")
 

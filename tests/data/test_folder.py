@@ -263,6 +263,8 @@ def test_labels_in_a_table(tmp_path: Path) -> None:
 def test_errors_of_a_folder(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match=r"nowhere is not a folder: expected one"):
         data.image_folder(tmp_path / "nowhere")
+    with pytest.raises(data.DataError, match=r"size is '64': expected a whole number"):
+        data.image_folder(tmp_path, size="64")
     with pytest.raises(data.DataError, match=r"has no folder per class: .* or list them in labels"):
         data.image_folder(tmp_path)
     (tmp_path / "cat").mkdir()
