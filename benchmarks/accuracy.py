@@ -14,8 +14,8 @@ A spiking network runs T steps of LIF neurons on the same image, with soft reset
 and a triangular surrogate. Its first epochs may train one step (`--early`), which takes a fraction
 of the time; evaluation is always on T steps. Both kinds compute the layers before the first neuron
 once for all steps. SpikingJelly's neurons are its function with explicit precision (see
-`benchmarks.jelly`) on the folded tensor. The ReLU network sees the image once. Each step is recorded as a CUDA graph
-where it can be.
+`benchmarks.jelly`) on the folded tensor. The ReLU network sees the image once. Each step is
+recorded as a CUDA graph where it can be.
 
 There is a row for each epoch. `seconds` are those of its training steps, with compilation and
 recording in the first epoch and after a continuation. Evaluation, on all test images in every

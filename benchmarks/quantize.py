@@ -103,6 +103,7 @@ def finetune(network: TrainedNetwork, examples: DataModule, args: argparse.Names
         devices=1 if device.index is None else [device.index],
         precision=LIGHTNING_PRECISION[config.precision],  # type: ignore[arg-type]
         max_epochs=config.epochs,
+        limit_train_batches=2 if args.quick else None,
         benchmark=device.type == "cuda",
         inference_mode=False,
         num_sanity_val_steps=0,

@@ -225,9 +225,10 @@ def _export(arguments: argparse.Namespace) -> int:
 
     path = checkpoint.in_folder(arguments.checkpoint, checkpoint.BEST)
     network = predict.load(path, model=arguments.model, dataset=arguments.dataset)
-    suffix = "-step" if arguments.step else ""
+    options = {name: getattr(arguments, name) for name in ("step", "dt", "int8")}
+    suffix = "-int8" * arguments.int8 + "-step" * arguments.step
     out = _beside(path, arguments, f"{path.stem}{suffix}.{arguments.format}")
-    text = export.export(network, arguments.format, out, step=arguments.step, dt=arguments.dt)
+    text = export.export(network, arguments.format, out, **options)
     output.write(f"wrote {out}\n{text}")
     return 0
 

@@ -69,13 +69,15 @@ EXPORT_NOTES = """\
 examples:
   spikefuse export runs/digits-conv-1 --format onnx
   spikefuse export runs/digits-conv-1/best.ckpt --format onnx --step -o step.onnx
+  spikefuse export runs/digits-conv-1 --format onnx --int8
   spikefuse export runs/digits-conv-1 --format nir --dt 0.001
 
 onnx (pip install "spikefuse[onnx]") and pt2 take inputs as they are in the dataset, such as bytes
 of images, and return logits or values, for any batch size. With --step, they take one step of the
 encoded input, x, and the states of all neurons, whose values at rest are printed, and return the
 output and the next states: net.2.v and next.net.2.v in ONNX, whose metadata has the names of the
-classes. nir (pip install "spikefuse[nir]") has the layers alone.
+classes. With --int8, weights are rounded and stored as int8, with a step for each output; compare
+the accuracy. nir (pip install "spikefuse[nir]") has the layers alone.
 """
 
 CONVERT_NOTES = """\
@@ -254,6 +256,7 @@ def _add_export(commands: Any) -> None:
     add = export.add_argument
     add("--format", required=True, help="onnx, pt2 for torch.export, or nir", **formats)
     add("--step", action="store_true", help="export one time step, with all states of neurons")
+    add("--int8", action="store_true", help="round weights to int8, as sf.quantize does")
     add("--dt", type=float, metavar="N", help="seconds of a step, for nir (default: 0.0001)")
     text = "file to write (default: beside the checkpoint, best.onnx or best-step.onnx)"
     add("-o", "--out", type=Path, metavar="FILE", help=text)
