@@ -120,7 +120,8 @@ def image_folder(
         DataError: the folder is missing, has fewer than two classes or a class without images, its
             parts differ in classes, `size` is not positive, or Pillow is not installed.
     """
-    if whole_number("size", size) < 1:
+    size = whole_number("size", size)
+    if size < 1:
         raise DataError(f"size is {size}: expected at least 1")
     classes, parts = list_files(Path(path).expanduser(), ENDINGS, seed)
     _pillow()  # fail early
