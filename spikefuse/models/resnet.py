@@ -159,6 +159,10 @@ def ms_resnet(
     Where the shape changes, a block is `shortcut(s) + branch(s)` with `s = neuron(x)`. Shapes:
     `[B, C, H, W]` to `[B, num_classes]`.
 
+    Example::
+
+        net = sf.Temporal(sf.models.ms_resnet18(sf.LIF, 3, 10, (32, 32), stem="cifar"))
+
     Args:
         depth: 18, 34, or 104, whose shortcuts average 2 x 2 pixels before a projection.
         neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
