@@ -55,8 +55,8 @@ examples:
   spikefuse predict runs/nmnist-conv-1/best.ckpt data/nmnist/Test/7
 
 Files must be of the kind that the network was trained on: images (PNG, JPEG and others), event
-recordings (nmnist and ncaltech101 .bin, dvs_gesture and cifar10_dvs .aedat, shd and ssc .h5), or
-sounds (speech_commands .wav).
+recordings (nmnist and ncaltech101 .bin, dvs_gesture and cifar10_dvs .aedat, shd and ssc .h5; after
+a run on your own, any format of --dataset events), or sounds (speech_commands .wav).
 Images are converted to the network's size and channels: scaled so that the shorter side fits, and
 cropped at the centre. Colours are not inverted: mnist and digits have bright digits on black.
 Folders are searched recursively. A file with several recordings has one row for each: file[0],
@@ -211,7 +211,8 @@ def _add_checkpoint(command: argparse.ArgumentParser) -> None:
         "checkpoint",
         type=Path,
         metavar="CHECKPOINT",
-        help="best.ckpt or last.ckpt of a run, or its folder, for best.ckpt",
+        help="best.ckpt or last.ckpt of a run, or its folder, for best.ckpt; or a network that "
+        "comes with spikefuse, such as digits-conv",
     )
     for name, form in (("model", "module:builder"), ("dataset", "module:dataset")):
         text = f"your own {name} of the run, which is imported and so executes code"
