@@ -27,6 +27,7 @@ RESHAPES = {"view", "reshape", "flatten", "unflatten"}
 #: Additions, and those in place.
 IN_PLACE_ADDITIONS = {operator.iadd, "add_"}
 ADDITIONS = {operator.add, torch.add, "add", "__add__", *IN_PLACE_ADDITIONS}
+PRODUCTS = {operator.mul, torch.mul, "mul", "__mul__"}
 
 
 _IN_PLACE_OPERATORS = {

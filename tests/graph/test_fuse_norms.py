@@ -224,6 +224,10 @@ LEFT = {
     "mode": lambda n, x: n.lif(n.bn(x) if n.training else n.first(n.bn(x))),
     "function": lambda n, x: n.lif(F.relu(n.bn(x))),
     "product": lambda n, x: n.lif(n.bn(x) * x),
+    "product of two": lambda n, x: n.lif(n.bn(x) * n.scale * n.scale[0]),
+    "product of a half": lambda n, x: n.lif(n.bn(x) * n.scale[0].bfloat16()),
+    "product read again": lambda n, x: n.lif(y := n.bn(x) * n.scale) + y.sigmoid(),
+    "factor of two": lambda n, x: n.lif((y := n.bn(x)) * n.scale) + y.sigmoid(),
     "weighted sum": lambda n, x: n.lif(torch.add(n.bn(x), x, alpha=2)),
     "number": lambda n, x: n.lif(n.bn(x) + 1),
     "to itself": lambda n, x: n.lif((y := n.bn(x)) + y),
@@ -419,7 +423,8 @@ def test_a_compiled_function_inside() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "read again", "function", "unread", "twice", "two calls", "mean"]
+    "name",
+    ["plain", "read again", "function", "unread", "twice", "two calls", "mean", "scale per step"],
 )
 def test_constant_input(name: str) -> None:
     forward = LEFT[name] if name in LEFT else FUSED[name][0]
