@@ -6,7 +6,7 @@
     python -m benchmarks --gpus     on several GPUs: data-parallel steps, time and neuron sharding
 
 Each runs in its own process, and the others still run if one fails. Training runs (`reproduce`,
-`accuracy`, `spoken_digits`, the tasks of `online`) are started by hand.
+`accuracy`, `spoken_digits`, `sequential`, the tasks of `online`) are started by hand.
 """
 
 from __future__ import annotations

@@ -5,15 +5,16 @@
 
 CIFAR-10 is read as JPEG copies from `cifar10/cifar10_{train,test}_jpeg.npz` in the data folder,
 which are lossy: accuracies are close to those on the original images, but not the same. All
-networks are `sew_resnet18` for small images, or another of our ResNets, with the same weights at
-the start, batches, augmentation and schedule: SGD with Nesterov momentum, a one-cycle learning
-rate, label smoothing, bfloat16 and channels-last. The images are on the device as bytes.
+networks are `sew_resnet18` for small images, or another of our ResNets or transformers, with the
+same weights at the start, batches, augmentation and schedule: SGD with Nesterov momentum or AdamW,
+a one-cycle learning rate, label smoothing, bfloat16 and channels-last. The images are on the device
+as bytes. Without neurons, attention is between ReLUs.
 
 A spiking network runs T steps of LIF neurons on the same image, with soft resets without gradients
 and a triangular surrogate. Its first epochs may train one step (`--early`), which takes a fraction
 of the time; evaluation is always on T steps. Both kinds compute the layers before the first neuron
-once for all steps. SpikingJelly's neurons are its function with a float32 state, its fastest path,
-on the folded tensor. The ReLU network sees the image once. Each step is recorded as a CUDA graph
+once for all steps. SpikingJelly's neurons are its function with explicit precision (see
+`benchmarks.jelly`) on the folded tensor. The ReLU network sees the image once. Each step is recorded as a CUDA graph
 where it can be.
 
 There is a row for each epoch. `seconds` are those of its training steps, with compilation and
@@ -53,7 +54,9 @@ from spikefuse.train.batches import EvalBatches, TrainBatches
 from spikefuse.train.seeding import Purpose, reseed
 
 OURS, JELLY, RELU = NAMES = (layers.OURS, "spikingjelly", "relu")
-MODELS = ("sew_resnet18", "sew_resnet34", "ms_resnet18", "ms_resnet34", "resnet18", "resnet34")
+RESNETS = ("sew_resnet18", "sew_resnet34", "ms_resnet18", "ms_resnet34", "resnet18", "resnet34")
+MODELS = (*RESNETS, "spikformer", "qkformer")
+OPTIMIZERS = ("sgd", "adamw")
 
 
 def mean_logits(outputs: Tensor) -> Tensor:
@@ -275,6 +278,7 @@ def add_image_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> 
     add("--model", default=MODELS[0], choices=MODELS, help=f"({MODELS[0]})")
     add("--T", type=int, default=4, help="time steps (4)")
     add("--early", type=int, default=0, help="first epochs that train one time step only (0)")
+    add("--optimizer", default=OPTIMIZERS[0], choices=OPTIMIZERS, help=f"({OPTIMIZERS[0]})")
     add("--weight-decay", type=float, default=5e-4, help="of weights, not of norms (5e-4)")
     add("--smoothing", type=float, default=0.1, help="of labels (0.1)")
     add("--shift", type=int, default=4, help="pixels (4)")
@@ -317,7 +321,8 @@ def make_network(name: str, args: argparse.Namespace) -> tuple[nn.Module, Call]:
     """Return the network and its call."""
 
     def make(activation: Callable[[], nn.Module]) -> nn.Sequential:
-        return models.MODELS[args.model](activation, 3, CLASSES, (32, 32), stem="cifar")
+        options = {"stem": "cifar"} if args.model in RESNETS else {}
+        return models.MODELS[args.model](activation, 3, CLASSES, (32, 32), **options)
 
     if name == RELU:
         net = make(nn.ReLU)
@@ -325,7 +330,7 @@ def make_network(name: str, args: argparse.Namespace) -> tuple[nn.Module, Call]:
     if name == JELLY:
         jelly = Jelly(torch.device(args.device), DECAY, 1.0, sigmoid=False)
         jelly.constants |= {"v_reset": None, "detach_reset": True}
-        net = make(partial(Function, args.T, jelly.function))
+        net = make(partial(Function, args.T, jelly.precision))
         stem, rest = net[:2], net[2:]  # the stem is a convolution and a norm
 
         def call(images: Tensor, steps: int) -> Tensor:
@@ -357,6 +362,8 @@ class ImageRun(Run):
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
         fused = self.device.type == "cuda"
+        if args.optimizer == "adamw":
+            return torch.optim.AdamW(groups, args.lr, fused=fused)
         return torch.optim.SGD(groups, args.lr, MOMENTUM, nesterov=True, fused=fused)
 
     def outputs(self, pixels: Tensor, steps: int) -> Tensor:

@@ -134,6 +134,11 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
         each(training_sections.spoken_digits, "accuracy over seconds"),
         SCRIPT.format("spoken_digits --seeds 0 1 2"),
     ),
+    "sequential": (
+        "sequential*",
+        each(training_sections.sequential, "accuracy over seconds"),
+        SCRIPT.format("sequential --names 'binary S4D' PSN --seeds 0 1 2"),
+    ),
     "pretrained": (
         "pretrained", each(training_sections.pretrained), SCRIPT.format("pretrained")
     ),
@@ -141,6 +146,16 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
         "from_ann",
         each(training_sections.from_ann),
         SCRIPT.format("from_ann --model resnet18 --epochs 60"),
+    ),
+    "quantize": (
+        "quantize*",
+        each(training_sections.quantize),
+        SCRIPT.format("quantize fashion-mnist-ms-resnet18"),
+    ),
+    "from-ann-steps": (
+        "from_ann_steps",
+        each(training_sections.from_ann_steps),
+        SCRIPT.format("from_ann_steps"),
     ),
     "accuracy": (
         "accuracy*",

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 from benchmarks.events import DENSE, EVENTS, LISTS, PRODUCTS, REPLAY
+from benchmarks.from_ann_steps import JELLY
 from benchmarks.layers import OURS
 from benchmarks.reproduce import PAPERS
 from benchmarks.sections import (
@@ -20,12 +21,14 @@ from benchmarks.sections import (
     grouped,
     keys,
     mebibytes,
+    median,
     number,
     origin,
     percent,
     picture,
     table,
     times,
+    value,
 )
 
 # Several processes
@@ -155,6 +158,46 @@ def from_ann(result: Result) -> Parts:
     yield table(lines, columns)
 
 
+def quantize(result: Result) -> Parts:
+    """Yield the accuracy of a network of floats, and of its integers."""
+    given = result["settings"]
+    yield (
+        f"`{given['network']}`, weights of {given['weights']} bits, states of {given['states']}, "
+        f"{given['finetuning']} epochs of further training:"
+    )
+    lines = [row | {"accuracy": percent(row["accuracy"], 2)} for row in result["rows"]]
+    yield table(lines, {"network": "name", "accuracy": "accuracy", "seconds": "seconds"})
+    yield f"Command: `python -m benchmarks.quantize {given['network']}`."
+
+
+def from_ann_steps(result: Result) -> Parts:
+    """Yield a line for each step: the fastest of SpikingJelly's conversion and of ours."""
+    lines: list[Result] = []
+    used: dict[int, str] = {}
+    for row in result["rows"]:
+        measured: list[Result] = [c for c in row["contenders"] if "wall_ms" in c]
+        sides = [[c for c in measured if c["name"].startswith(name)] for name in (JELLY, OURS)]
+        before, after = (min(side, key=median) if side else {} for side in sides)
+        line: Result = {"T": row["T"], "dtype": row["dtype"]}
+        for name, c in (("before", before), ("after", after)):
+            line |= {name: value(c, "wall_ms"), f"{name} by": c.get("name", "–").partition(", ")[2]}
+        line["ratio"] = median(before) / median(after) if before and after else None
+        line["peaks"] = " / ".join(mebibytes(c.get("peak_bytes")) for c in (before, after))
+        lines.append(line)
+        check = row["float64"]
+        used[row["T"]] = (
+            f"T = {row['T']}: all {check['outputs']:,} outputs of neurons for two samples are "
+            f"equal in float64; rates are {number(min(check['rates']))} to "
+            f"{number(max(check['rates']))}"
+        )
+    given = result["settings"]
+    yield f"{given['model']} for images of 32 × 32, batches of {given['batch']}:"
+    yield table(lines, {"T": "T", "dtype": "dtype", "SpikingJelly, ms": "before", "by": "before by"}
+                | {"spikefuse, ms": "after", "by ": "after by", "ratio": "ratio"}
+                | {"MiB, SpikingJelly / spikefuse": "peaks"})  # fmt: skip
+    yield f"{'. '.join(used.values())}."
+
+
 def spoken_digits(result: Result) -> Parts:
     """Yield a line for each network: the last accuracy of every seed, and its speed."""
     settings, lines = result["settings"], []
@@ -173,6 +216,26 @@ def spoken_digits(result: Result) -> Parts:
     yield table(lines, {"": "name", f"accuracy after the last epoch, {BY_SEED}": "accuracy",
                         "seconds an epoch": "seconds", "examples/s": "examples/s"})  # fmt: skip
     yield _command("spoken_digits", result)
+
+
+def sequential(result: Result) -> Parts:
+    """Yield a line for each network: the last accuracy of every seed, its size, rate and time."""
+    settings, lines = result["settings"], []
+    for name, rows in grouped(result["rows"], "name").items():
+        seeds = list(grouped(rows, "seed").values())
+        seeds = [one for one in seeds if len(one) == settings["epochs"]] or seeds
+        lines.append({
+            "": name, f"test accuracy, {BY_SEED}": _last(rows, settings["epochs"]),
+            "parameters": rows[0]["parameters"],
+            "spikes per neuron and step": statistics.median(one[-1]["spikes"] for one in seeds),
+            "seconds": statistics.median(sum(r["seconds"] for r in one) for one in seeds),
+        })  # fmt: skip
+    yield (
+        f"{settings['data']}, {settings['order']}, T = {settings['T']}, {settings['epochs']} "
+        f"epochs, batches of {settings['batch']}:"
+    )
+    yield table(lines, keys(*lines[0]))
+    yield _command("sequential", result, "order")
 
 
 def accuracy(result: Result) -> Parts:

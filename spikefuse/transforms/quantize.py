@@ -153,6 +153,8 @@ class _StateSteps(Observer):
 
     def scan(self, neuron: Any, scan: Scan, arguments: Any, wanted: Any) -> Any:
         if names := tuple(neuron.states):
+            # In a scan of its own, since that of the call would have to name all outputs, too, and
+            # how many a step returns is not known before.
             states = scan(arguments, wanted._replace(outputs=names)).outputs
             steps = [best_step(state.float().reshape(1, -1), self.bits)[0] for state in states]
             self.steps[neuron] = [*map(torch.maximum, steps, self.steps.get(neuron, steps))]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +10,7 @@ from spikefuse.neurons.integer_lif import IntegerLIF
 from spikefuse.nn.call import active, inside
 from spikefuse.nn.over_time import OnSequences
 from spikefuse.nn.temporal import Temporal
+from spikefuse.transforms.copies import copied
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 _LINEAR = (
@@ -63,7 +62,7 @@ def unroll_integer_spikes(net: Temporal, x: Tensor) -> nn.Module:
         levels = max(levels, int(neuron.levels))
     if not levels:
         raise TypeError("net has no IntegerLIF")
-    result = _Unrolled(copy.deepcopy(net).eval(), levels)
+    result = _Unrolled(copied(net).eval(), levels)
     _check(net, result, x)
     return result
 
@@ -113,8 +112,8 @@ def _check(net: Temporal, result: _Unrolled, x: Tensor) -> None:
     """Raise a ValueError unless both networks have the same outputs. Double precision, so that
     rounding does not move a potential across a threshold."""
     x = x.double()
-    expected = copy.deepcopy(net).eval().double()(x, impl="reference")
-    found = copy.deepcopy(result).double()(x, impl="reference")
+    expected = copied(net).eval().double()(x, impl="reference")
+    found = copied(result).double()(x, impl="reference")
     error, scale = (found - expected).abs().max().item(), expected.abs().max().item()
     if not error <= 1e-6 * scale:
         raise ValueError(

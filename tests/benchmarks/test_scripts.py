@@ -34,10 +34,12 @@ SCRIPTS = (
     "networks --dtype bfloat16 --name networks_trial --T 3",
     "events",
     "spoken_digits --names spikefuse 'spikefuse, delays' --dtype bfloat16",
+    "sequential --names 'binary S4D' 'masked PSN'",
     "neurons first_call --backend numba --neurons LIF",
     "online time --rules sltt",
     "reproduce temporal-fusion-mnist-resnet18",
     "pretrained",
+    "quantize digits-conv --weights 4",
 )
 SHARED = ("parallel data", "parallel time", "events sharded --largest 300")
 

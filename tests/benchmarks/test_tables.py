@@ -68,6 +68,19 @@ def test_accuracy_of_runs_that_are_not_complete() -> None:
     assert parts.splitlines()[-1] == "| spikefuse | 50,000 | 2.00 |"
 
 
+def test_sequences_of_runs_that_are_not_complete() -> None:
+    rows = [
+        {"name": "PSN", "seconds": 2.0, "seed": seed, "epoch": epoch, "accuracy": 0.9,
+         "parameters": 1000, "spikes": 0.1 * (seed + epoch)}
+        for seed, epoch in ((0, 1), (0, 2), (1, 1))
+    ]  # fmt: skip
+    settings = {"data": "MNIST", "order": "permuted", "T": 784, "epochs": 2, "batch": 256}
+    _, table, command = training_sections.sequential({"rows": rows, "settings": settings})
+    assert table.splitlines()[-1] == "| PSN | 90.00% | 1,000 | 0.200 | 4.00 |"
+    options = "--epochs 2 --order permuted --names PSN --seeds 0 1"
+    assert command == f"Command: `python -m benchmarks.sequential {options}`."
+
+
 def test_overview() -> None:
     """The best of each side; losses are bold."""
     names = {"spikefuse": 2.0, "spikefuse, CUDA graph": 1.0, "nn.RNN": 0.5, "eager loop": 3.0}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
-from benchmarks import convert, record
+from benchmarks import convert, from_ann_steps, record, tables
 from benchmarks.published import (
     SEWResNet,
     SpikeDrivenTransformer,
@@ -182,3 +182,15 @@ def test_the_benchmark_measures_all_networks(tmp_path):
         counted = re.match(r"(\d+) of (\d+) batch norms fused", row["fusion"])
         assert counted is not None, row["fusion"]
         assert int(counted[1]) >= 0.75 * int(counted[2]) > 0, row["fusion"]
+
+
+def test_conversions_of_a_relu_network_spike_equally(tmp_path):
+    """`sf.from_ann` and SpikingJelly's conversion, in the benchmark of their inference."""
+    options = ["--quick", "--device", "cpu", "--dtype", "float32", "--T", "3"]
+    result = record.read(from_ann_steps.main([*options, "--out", str(tmp_path)]))
+    assert not result["left_out"]
+    (row,) = result["rows"]
+    assert [c["status"] for c in row["contenders"]] == ["ok", "ok", *["unavailable"] * 2]
+    assert row["logits_difference"] < 0.1
+    shown = tables.REGIONS["from-ann-steps"][1]([(tmp_path, result)], tmp_path)
+    assert f"all {row['float64']['outputs']:,} outputs of neurons" in shown

@@ -57,3 +57,13 @@ def test_relu_networks() -> None:
     spiking(sf.nn.encode.direct(x, 4))
     for layer in (spiking.net[0], spiking.net[1], spiking.net[5]):
         assert (layer.weight == 0).float().mean() == 0.5
+
+
+def test_binary_spikes() -> None:
+    net, x = pruned(lambda: sf.IntegerLIF(0.5, 0.2))
+    prune.random_unstructured(net.get_submodule("5"), "bias", 1)
+    temporal, x = sf.Temporal(net), sf.nn.encode.direct(x, 4)
+    binary = sf.unroll_integer_spikes(temporal, x)
+    torch.testing.assert_close(binary(x), temporal(x))
+    assert prune.is_pruned(temporal)
+    assert not prune.is_pruned(binary)
