@@ -291,7 +291,7 @@ def test_what_is_written_is_what_is_computed(name: str) -> None:
         torch.testing.assert_close(fused.net.last, net.net.last)
 
 
-@pytest.mark.parametrize("name", ["plain", "residual", "two neurons"])
+@pytest.mark.parametrize("name", ["plain", "residual", "two neurons", "sum read again"])
 @pytest.mark.parametrize("shape", [(1, 3, 6), (3, 1, 6), (1, 1, 6)])
 def test_one_step_or_sample(name: str, shape: tuple[int, ...]) -> None:
     net = sf.Temporal(Net(FUSED[name][0]))
@@ -300,7 +300,8 @@ def test_one_step_or_sample(name: str, shape: tuple[int, ...]) -> None:
             with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
                 model(torch.randn(shape))
     else:
-        compare(net, torch.randn(shape))
+        fused = compare(net, torch.randn(shape))
+        assert Place("net.bn", "net.lif", FUSED[name][1]) in fused.fusion.fused
 
 
 class Branches(nn.Module):
