@@ -32,12 +32,14 @@ class Kind(NamedTuple):
         returns_sum: whether the last output is what the neuron reads: the normalized first input,
             plus the residual. The neuron reads it in float32; as an output it is rounded to the
             dtype of the inputs.
+        has_factor: whether an input after these multiplies the normalized first one.
     """
 
     has_residual: bool = False
     by_batch: bool = True
     normalizes_residual: bool = False
     returns_sum: bool = False
+    has_factor: bool = False
 
 
 class _AddStatisticsGradient(torch.autograd.Function):
@@ -56,8 +58,8 @@ class _AddStatisticsGradient(torch.autograd.Function):
 
 
 class NormedNeuron(Neuron):
-    """A neuron whose first input is `(x - mean) * scale + shift`, plus a residual if there is one,
-    itself normalized or not; made by `with_batch_norm`."""
+    """A neuron whose first input is `(x - mean) * scale + shift`, times a factor if there is one,
+    plus a residual if there is one, itself normalized or not; made by `with_batch_norm`."""
 
     neuron: Neuron
     mean: Tensor
@@ -66,10 +68,13 @@ class NormedNeuron(Neuron):
     kind: Kind
 
     def normalized_step(self, *args: Tensor) -> Any:
-        x, *rest = args
+        num = 1 + self.kind.has_residual
+        (x, *residuals), rest = args[:num], [*args[num:]]
         u = self._scaled(x) + self.shift
-        if self.kind.has_residual:
-            residual, *rest = rest
+        if self.kind.has_factor:
+            factor, *rest = rest
+            u = u * factor
+        for residual in residuals:
             normalized = self.kind.normalizes_residual
             u = u + (self._scaled(residual, "residual_") if normalized else residual)
         split = len(rest) - len(self.states)
@@ -91,7 +96,8 @@ def with_batch_norm(neuron: Neuron, norm: Sequence[Tensor], kind: Kind) -> Norme
     Args:
         norm: the `NORM_VALUES`, `[C]` each, and the `RESIDUAL_VALUES` to normalize the residual.
     """
-    definition = _class(type(neuron), kind.has_residual)()
+    names = ["residual"] * kind.has_residual + ["factor"] * kind.has_factor
+    definition = _class(type(neuron), tuple(names))()
     definition.neuron, definition.kind = neuron, kind
     corrections = [torch.zeros_like(norm[0])] * (2 * len(CORRECTION))
     for name, value in zip(value_names(kind), (*norm, *corrections), strict=False):
@@ -107,10 +113,10 @@ def value_names(kind: Kind) -> tuple[str, ...]:
 
 
 @cached_class
-def _class(kind: type[Neuron], has_residual: bool) -> type[NormedNeuron]:
-    """`NormedNeuron` with the states and the inputs of a neuron."""
+def _class(kind: type[Neuron], more: tuple[str, ...]) -> type[NormedNeuron]:
+    """`NormedNeuron` with the states and inputs of a neuron, and more inputs after the first."""
     first, *others = kind.input_names
-    names = ("self", first, *(["residual"] if has_residual else []), *others, *kind.states)
+    names = ("self", first, *more, *others, *kind.states)
 
     def step(self: NormedNeuron, *args: Tensor) -> Any:
         return self.normalized_step(*args)

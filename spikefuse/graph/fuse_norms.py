@@ -1,4 +1,4 @@
-"""The pass that replaces batch norm → [add →] neuron by a block.
+"""The pass that replaces batch norm → [multiply →] [add →] neuron by a block.
 
 The statistics of the batch are taken where the norm stood, so that running statistics change in
 their original order, and the block stands where the scan stood.
@@ -21,6 +21,7 @@ from spikefuse.graph import operations
 from spikefuse.graph.nodes import (
     ADDITIONS,
     IN_PLACE_ADDITIONS,
+    PRODUCTS,
     RESHAPES,
     arguments_of,
     changed_by,
@@ -57,24 +58,64 @@ class Summand:
 
     Attributes:
         end: the last node.
+        scan: the neuron.
+        after: the views between the sum and the neuron.
         views: the views between the norm and `end`, last first.
         norm: the batch norm, or what else is above the views.
+        product: of the norm and a factor, between the views; None if there is none.
+        late: how many of the views are after the product.
+        factor: the other side of the product.
+        path: the views from the norm to the neuron, last first, without those that are undone.
         is_norm: whether it is a batch norm that a block can compute.
         obstacle: why it cannot.
     """
 
     end: fx.Node
+    scan: ScanNode
+    after: list[fx.Node]
     norm: fx.Node = field(init=False)
     views: list[fx.Node] = field(init=False)
+    product: fx.Node | None = None
+    late: int = 0
+    factor: fx.Node | None = None
+    path: list[fx.Node] = field(init=False)
     obstacle: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.norm, self.views = views_above(self.end)
-        self.obstacle = _obstacle(self.norm)
+        for side, factor in _sides_of_product(self.norm):
+            norm, views = views_above(side)
+            if has_one_reader(norm) and norm.target is F.batch_norm:
+                self.product, self.factor, self.late = self.norm, factor, len(self.views)
+                self.norm, self.views = norm, [*self.views, *views]
+                break
+        is_undone = self.product is not None and _shape(self.product) == _shape(self.scan.inputs[0])
+        self.path = self.views[self.late :] if is_undone else [*self.after, *self.views]
+        self.obstacle = _obstacle(self.norm) or self._obstacle_of_factor()
 
     @property
     def is_norm(self) -> bool:
         return not self.obstacle
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The norm, and all nodes between it and `end`, last first."""
+        product = [] if self.product is None else [self.product]
+        return [*self.views[: self.late], *product, *self.views[self.late :], self.norm]
+
+    def _obstacle_of_factor(self) -> str:
+        """Why a block cannot multiply the norm by the factor; "" if it can."""
+        if self.factor is None:
+            return ""
+        x, factor, product = map(value, (self.scan.inputs[0], self.factor, self.product))
+        after = {name_of(view) for view in (*self.after, *self.views[: self.late])}
+        # Time may be folded into the batch if the factor has neither.
+        is_folded = product.shape[1:] == x.shape[2:] and factor.ndim < product.ndim
+        if not (product.shape == x.shape or is_folded) or not after <= RESHAPES:
+            return "its product with another tensor changes shape"
+        if (factor.dtype, factor.device) != (x.dtype, x.device) or factor.is_inference():
+            return "its product is with a tensor of another dtype or device"
+        return ""
 
 
 @dataclass
@@ -112,7 +153,7 @@ def fuse_norms(graph: fx.Graph, report: GraphReport) -> None:
             try:
                 match = _match(scan, order)
             except NotFusible as reason:
-                for norm in _norms_above(scan.inputs[0]):
+                for norm in _norms_above(scan):
                     report.leave(norm, str(reason))
             else:
                 for summand in match.norms:
@@ -144,13 +185,13 @@ def _match(scan: ScanNode, order: dict[fx.Node, int]) -> Match:
     read, views = views_above(scan.inputs[0])
     if not has_one_reader(read):
         _check_sum_is_returnable(scan, read, views, order)
-    summands, residual = [Summand(read)], None
+    summands, residual = [Summand(read, scan, views)], None
     if isinstance(read, fx.Node) and read.target in ADDITIONS:
-        summands = _summands(read, order)
+        summands = _summands(read, scan, views, order)
     norms = [s for s in summands if s.is_norm]
     if not norms:
         raise NotFusible(summands[0].obstacle)
-    dims = [dim_after([*views, *s.views], value(s.norm), 1) for s in norms]
+    dims = [dim_after(s.path, value(s.norm), 1) for s in norms]
     if len(norms) == 2 and not (dims[0] == dims[1] and _can_share_block(norms)):
         norms = norms[:1]
     channel = dims[0]
@@ -166,7 +207,7 @@ def _match(scan: ScanNode, order: dict[fx.Node, int]) -> Match:
             f"its input has {int(x.numel()):,} values: on a CPU, fusing helps from {MIN_VALUES:,}"
         )
     reads = {storage_of(arguments_of(s.norm, F.batch_norm)["input"]) for s in norms}
-    reads = {*reads, storage_of(residual)} - {None}
+    reads = {*reads, storage_of(residual), storage_of(norms[0].factor)} - {None}
     first, last = min(order[s.norm] for s in norms), order[scan.node]
     own = order[read] if read.target in IN_PLACE_ADDITIONS else -1
     between = [n for n, i in order.items() if first < i < last and i != own]
@@ -179,13 +220,35 @@ def _match(scan: ScanNode, order: dict[fx.Node, int]) -> Match:
     return Match(scan, norms, residual, views, read, channel)
 
 
+def _shape(node: fx.Node) -> torch.Size:
+    shape: torch.Size = value(node).shape
+    return shape
+
+
+def _sides_of_product(node: Any) -> list[tuple[fx.Node, fx.Node]]:
+    """Each side of a product that only one node reads, and the other side, if the side has the
+    shape and dtype of the product."""
+    if not has_one_reader(node) or node.target not in PRODUCTS or node.kwargs:
+        return []
+    sides: Any = node.args
+    if not all(isinstance(value(x), Tensor) for x in sides) or sides[0] is sides[1]:
+        return []
+    y = value(node)
+    return [
+        (x, other) for x, other in (sides, sides[::-1])
+        if (value(x).shape, value(x).dtype) == (y.shape, y.dtype)
+    ]  # fmt: skip
+
+
 def _running_statistics(norm: fx.Node) -> list[Any]:
     """The running statistics that a block reads in place of a norm in evaluation."""
     arguments = arguments_of(norm, F.batch_norm)
     return [] if arguments["training"] else [arguments["running_mean"], arguments["running_var"]]
 
 
-def _summands(add: fx.Node, order: dict[fx.Node, int]) -> list[Summand]:
+def _summands(
+    add: fx.Node, scan: ScanNode, after: list[fx.Node], order: dict[fx.Node, int]
+) -> list[Summand]:
     """Both sides of a sum, norms first, and of these the one called last first."""
     sides: Any = add.args
     values = [value(x) for x in sides]
@@ -195,7 +258,7 @@ def _summands(add: fx.Node, order: dict[fx.Node, int]) -> list[Summand]:
         (values[0].shape, values[0].dtype) != (values[1].shape, values[1].dtype)
     ):
         raise NotFusible("its sum broadcasts, or changes the dtype")
-    summands = [Summand(x) for x in sides]
+    summands = [Summand(x, scan, after) for x in sides]
     for s in summands:
         if s.is_norm and not has_one_reader(s.norm):
             s.obstacle = "its result is also read by something else"
@@ -224,7 +287,7 @@ def _check_sum_is_returnable(
 
 def _can_share_block(norms: list[Summand]) -> bool:
     """Whether one block can compute both norms."""
-    if any(synchronized(s.norm) for s in norms):
+    if any(synchronized(s.norm) or s.product is not None for s in norms):
         return False
     first, second = (arguments_of(s.norm, F.batch_norm) for s in norms)
     weights = value(first["weight"]), value(second["weight"])
@@ -253,11 +316,12 @@ def _obstacle(node: fx.Node) -> str:
     return "its input is empty" if x.numel() <= x.shape[1] else ""
 
 
-def _norms_above(node: fx.Node) -> list[fx.Node]:
+def _norms_above(scan: ScanNode) -> list[fx.Node]:
     """The norms whose result a scan reads, directly or in a sum."""
-    read, _ = views_above(node)
-    sides = read.args[:2] if isinstance(read, fx.Node) and read.target in ADDITIONS else [read]
-    tops = [views_above(x)[0] for x in sides]
+    read, views = views_above(scan.inputs[0])
+    is_sum = isinstance(read, fx.Node) and read.target in ADDITIONS
+    sides: Any = read.args[:2] if is_sum else [read]
+    tops = [Summand(x, scan, views).norm for x in sides]
     return [x for x in tops if isinstance(x, fx.Node) and x.target is F.batch_norm]
 
 
@@ -281,6 +345,7 @@ def _replace(graph: fx.Graph, match: Match) -> None:
         by_batch=training,
         normalizes_residual=len(match.norms) > 1,
         returns_sum=match.returns_sum,
+        has_factor=match.norms[0].factor is not None,
     )
     alone, norms = program(scan.program), list[Any]()
     made = prepare_block(alone.definition, alone.backend, kind)
@@ -305,10 +370,13 @@ def _replace(graph: fx.Graph, match: Match) -> None:
             known = {"mean": a["running_mean"], "variance": a["running_var"]}
             norms.append(Norm(a["weight"], a["bias"], a["eps"], **known))
     with graph.inserting_before(scan.node):
-        inputs = [replay(graph, replay(graph, a["input"], s.views), match.views)
-                  for a, s in zip(settings, match.norms, strict=True)]  # fmt: skip
+        inputs = [
+            replay(graph, a["input"], s.path) for a, s in zip(settings, match.norms, strict=True)
+        ]
         if match.residual is not None:
             inputs.append(replay(graph, match.residual, match.views))
+        if kind.has_factor:
+            inputs.append(graph.call_method("expand_as", (match.norms[0].factor, inputs[0])))
         moves = match.channel_dim != 2
         if moves:
             inputs = [graph.call_method("movedim", (x, match.channel_dim, 2)) for x in inputs]
@@ -349,6 +417,6 @@ def _erase(graph: fx.Graph, match: Match) -> None:
     if match.read.target in ADDITIONS:
         nodes.append(match.read)
     for summand in match.norms:
-        nodes += [*summand.views, summand.norm]
+        nodes += summand.nodes
     for node in nodes:
         graph.erase_node(node)

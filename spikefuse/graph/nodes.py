@@ -22,11 +22,12 @@ _VIEW_NAMES = (
 #: Calls whose result has the values of their first argument in other places, or repeats them.
 VIEWS = {*_VIEW_NAMES, *(getattr(torch, n) for n in _VIEW_NAMES if hasattr(torch, n))}
 #: Views that keep the order of the values, so that `reshape` undoes them.
-RESHAPES = {"view", "reshape", "flatten", "unflatten"}
+RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"}
 
 #: Additions, and those in place.
 IN_PLACE_ADDITIONS = {operator.iadd, "add_"}
 ADDITIONS = {operator.add, torch.add, "add", "__add__", *IN_PLACE_ADDITIONS}
+PRODUCTS = {operator.mul, torch.mul, "mul", "__mul__"}
 
 
 _IN_PLACE_OPERATORS = {

@@ -16,6 +16,11 @@ from functools import partial
 from torch import nn
 
 from spikefuse.models.blocks import named
+from spikefuse.models.maxformer import (
+    maxformer_10_384,
+    maxformer_10_512,
+    maxformer_10_768,
+)
 from spikefuse.models.mlp import SPLIT_LAYERS, event_mlp, mlp, split_widths
 from spikefuse.models.plain import (
     alexnet,
@@ -52,6 +57,9 @@ from spikefuse.models.spike_driven import (
     sdt_v2_15m,
     sdt_v2_31m,
     sdt_v2_55m,
+    sdt_v3_5m,
+    sdt_v3_10m,
+    sdt_v3_19m,
 )
 from spikefuse.models.spikformer import (
     spikformer,
@@ -105,6 +113,12 @@ MODELS: dict[str, Builder] = {
     "sdt_v2_15m": sdt_v2_15m,
     "sdt_v2_31m": sdt_v2_31m,
     "sdt_v2_55m": sdt_v2_55m,
+    "sdt_v3_5m": sdt_v3_5m,
+    "sdt_v3_10m": sdt_v3_10m,
+    "sdt_v3_19m": sdt_v3_19m,
+    "maxformer_10_384": maxformer_10_384,
+    "maxformer_10_512": maxformer_10_512,
+    "maxformer_10_768": maxformer_10_768,
     "spikingresformer_ti": spikingresformer_ti,
     "spikingresformer_s": spikingresformer_s,
     "spikingresformer_m": spikingresformer_m,
@@ -131,6 +145,9 @@ __all__ = [
     "cifar_small",
     "conv",
     "event_mlp",
+    "maxformer_10_384",
+    "maxformer_10_512",
+    "maxformer_10_768",
     "mlp",
     "ms_resnet18",
     "ms_resnet34",
@@ -152,6 +169,9 @@ __all__ = [
     "sdt_v2_15m",
     "sdt_v2_31m",
     "sdt_v2_55m",
+    "sdt_v3_5m",
+    "sdt_v3_10m",
+    "sdt_v3_19m",
     "sew_resnet18",
     "sew_resnet34",
     "sew_resnet50",

@@ -2,8 +2,10 @@
 
 Source of `sdt`: Yao et al., "Spike-driven Transformer", NeurIPS 2023. Source of `sdt_v2`: Yao et
 al., "Spike-driven Transformer V2: Meta Spiking Neural Network Architecture Inspiring the Design of
-Next-generation Neuromorphic Chips", ICLR 2024. Both follow the authors' published code where a
-paper is silent. It uses LIF neurons with `decay=0.5`, `decay_input=True` and `detach_reset=True`.
+Next-generation Neuromorphic Chips", ICLR 2024. Source of `sdt_v3`: Yao et al., "Scaling
+Spike-driven Transformer with Efficient Spike Firing Approximation Training", TPAMI 2025. They
+follow the authors' published code where a paper is silent. The first two use LIF neurons with
+`decay=0.5`, `decay_input=True` and `detach_reset=True`, the third one integers, see `sdt_v3`.
 
 Tokens keep the shape of an image, and convolutions before a norm have no bias.
 """
@@ -83,7 +85,7 @@ def sdt(
     for _ in range(depth):
         layers.append(residual(neuron(), SpikeDrivenAttention(neuron, channels)))
         layers.append(membrane_mlp(neuron, channels, mlp_ratio * channels))
-    return nn.Sequential(*layers, *_head(neuron, channels, num_classes))
+    return nn.Sequential(*layers, *spiking_head(neuron, channels, num_classes))
 
 
 # For ImageNet.
@@ -139,7 +141,73 @@ def sdt_v2(
             attention = SpikingSelfAttention(neuron, width, num_heads, projection=_separable)
             layers.append(residual(neuron(), attention))
             layers.append(membrane_mlp(neuron, width, mlp_ratio * width))
-    return nn.Sequential(*layers, *_head(neuron, width, num_classes))
+    return nn.Sequential(*layers, *spiking_head(neuron, width, num_classes))
+
+
+class WideAttention(SpikingSelfAttention):
+    """`SpikingSelfAttention` whose v has more channels than q and k."""
+
+    def __init__(
+        self, neuron: MakeNeuron, channels: int, num_heads: int, value_ratio: int = 4
+    ) -> None:
+        super().__init__(neuron, channels, num_heads, 2 * (channels // num_heads) ** -0.5)
+        wide = value_ratio * channels
+        self.v = nn.Sequential(*conv_norm(channels, wide, 1), neuron())
+        self.projection = nn.Sequential(*conv_norm(wide, channels, 1))
+
+
+def sdt_v3(
+    neuron: MakeNeuron,
+    in_channels: int,
+    num_classes: int,
+    size: Size,
+    channels: tuple[int, int, int, int] = (32, 64, 128, 192),
+    depths: tuple[int, int] = (6, 2),
+    num_heads: int = 8,
+    mlp_ratio: int = 4,
+) -> nn.Sequential:
+    """Build E-SpikeFormer, with 5, 10 or 19 million parameters.
+
+    The authors train it with integers for one time step: `neuron` is `lambda: IntegerLIF(levels=4)`
+    up to the factor 1/4 of its output, and `unroll_integer_spikes` gives the binary network.
+
+    Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size; tokens have 16 x 16
+    pixels.
+
+    Args:
+        neuron, in_channels, num_classes, size, channels, depths, num_heads, mlp_ratio: see
+            `sdt_v2`. Blocks of the stages with attention begin with a separable convolution.
+
+    Raises:
+        ValueError: `num_heads` does not divide the channels.
+    """
+    for width in channels[2:]:
+        check_heads(width, num_heads)
+    width = channels[0] // 2
+    layers = conv_norm(in_channels, width, 7, 2)
+    for outputs, blocks in zip((width, *channels[:2]), (1, 1, 2), strict=True):
+        if outputs != width:
+            layers += [neuron(), *conv_norm(width, outputs, 3, 2)]
+        width = outputs
+        for _ in range(blocks):
+            layers.append(_inverted(neuron, width, 7))
+            layers.append(membrane_mlp(neuron, width, mlp_ratio * width, 3))
+    for outputs, blocks, stride in zip(channels[2:], depths, (2, 1), strict=True):
+        layers += [neuron(), *conv_norm(width, outputs, 3, stride)]
+        width = outputs
+        for _ in range(blocks):
+            layers.append(_inverted(neuron, width, 3))
+            layers.append(residual(neuron(), WideAttention(neuron, width, num_heads)))
+            layers.append(membrane_mlp(neuron, width, mlp_ratio * width))
+    return nn.Sequential(*layers, *spiking_head(neuron, width, num_classes))
+
+
+def _inverted(neuron: MakeNeuron, channels: int, kernel: int) -> nn.Module:
+    """Return an inverted separable convolution whose layers read spikes, with a shortcut."""
+    wide = 2 * channels
+    spread = conv_norm(wide, wide, kernel, groups=wide)
+    layers = [*conv_norm(channels, wide, 1), neuron(), *spread, neuron()]
+    return residual(neuron(), *layers, *conv_norm(wide, channels, 1))
 
 
 def _convolutions(neuron: MakeNeuron, channels: int, mlp_ratio: int) -> list[nn.Module]:
@@ -165,7 +233,7 @@ def _separable(channels: int) -> list[nn.Module]:
     return [first, norms[0], spread, *conv_norm(channels, channels, 1), norms[1]]
 
 
-def _head(neuron: MakeNeuron, channels: int, num_classes: int) -> list[nn.Module]:
+def spiking_head(neuron: MakeNeuron, channels: int, num_classes: int) -> list[nn.Module]:
     """Return the average over tokens, the last neuron, and the linear layer."""
     average, flatten, linear = global_average(channels, num_classes)
     return [average, flatten, neuron(), linear]
@@ -174,4 +242,8 @@ def _head(neuron: MakeNeuron, channels: int, num_classes: int) -> list[nn.Module
 sdt_v2_15m, sdt_v2_31m, sdt_v2_55m = (
     partial(sdt_v2, channels=channels)
     for channels in ((64, 128, 256, 360), (96, 192, 384, 480), (128, 256, 512, 640))
+)
+sdt_v3_5m, sdt_v3_10m, sdt_v3_19m = (
+    partial(sdt_v3, channels=channels)
+    for channels in ((32, 64, 128, 192), (48, 96, 192, 240), (64, 128, 256, 360))
 )

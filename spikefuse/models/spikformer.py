@@ -67,7 +67,8 @@ class SpikingSelfAttention(nn.Module):
         q, k, v = (split_heads(layers(x), self.num_heads) for layers in (self.q, self.k, self.v))
         # Without softmax, v kᵀ can come first, which avoids a matrix of (H * W)² elements.
         y = (v @ k.transpose(-2, -1)) @ q
-        return self.projection(self.neuron(self.scale * y.reshape_as(x)))
+        y = self.scale * y.reshape(len(x), -1, *x.shape[2:])
+        return self.projection(self.neuron(y))
 
 
 def spiking_mlp(neuron: MakeNeuron, channels: int, hidden: int) -> nn.Module:

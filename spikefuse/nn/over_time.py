@@ -153,7 +153,8 @@ class StepScale(OnSequences):
     Equation: `y[t] = scale[t] x[t]`.
 
     After a batch norm, whose statistics run over T and B inside `Temporal`, it is the temporal
-    effective batch normalization (TEBN). `sf.convert` takes that of SpikingJelly.
+    effective batch normalization (TEBN), which `sf.fuse` computes together with the neuron.
+    `sf.convert` takes that of SpikingJelly.
 
     Shapes: `x`, `y`: `[T, B, ...]`, with T = `num_steps`, inside `Temporal` `[T*B, ...]`, of any
     dtype of floating point; `scale`, a parameter: `[T]`, ones at first.

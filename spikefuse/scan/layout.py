@@ -17,6 +17,8 @@ from spikefuse.kernels.channels import ChannelLayout
 
 # Below this many adjacent elements, a copy is cheaper than reading in place.
 MIN_INNER = 16
+# Neurons, at least, of a step that holds a single value, which kernels read in place of the others.
+MIN_ROW = 1 << 10
 # Caches by strides are emptied when they are as long as this.
 MAX_STRIDES = 64
 
@@ -68,6 +70,11 @@ class Layout:
         """A sequence as it is where kernels can read it in this layout, else a copy."""
         if self.fits(x):
             return x
+        if self.inner < self.num_neurons and _is_uniform(x.shape, x.stride()):
+            values = x.as_strided((self.num_steps, 1), (x.stride(0), 1))
+            row = values.expand(-1, self.inner).contiguous()
+            strides = (stride if stride < self.inner else 0 for stride in self.step_strides)
+            return row.as_strided(x.shape, (self.inner, *strides))
         if x.stride(0) == 0 and self.num_steps > 1:
             return self.empty_step(x.device, x.dtype).copy_(x[0]).expand(x.shape)
         return self.empty(x, x.dtype).copy_(x)
@@ -108,14 +115,17 @@ class Layout:
 
 def layout_of(tensors: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Layout:
     """The layout of a call from the (shape, strides) of its tensors: the order of the first one,
-    split where any tensor needs it."""
+    split where any tensor needs it, or where it spares a copy of one with a value per step."""
     shape, strides = tensors[0]
     step, dims = tuple(shape[1:]), range(len(shape) - 1)
     # A batch of 1 is outermost whatever its stride, as in all memory formats of torch.
     order = tuple(sorted(dims, key=lambda d: ((d, step[d]) != (0, 1), -strides[d + 1], d)))
     total = math.prod(step)
-    inner = min(_inner(*x, order) for x in tensors)
-    fits = all(outer_stride(*x, order, inner) is not None for x in tensors)
+    others = [x for x in tensors[1:] if not _is_uniform(*x)]
+    inner = min(_inner(*x, order) for x in (tensors[0], *others))
+    if len(others) < len(tensors) - 1:
+        inner = min(inner, _row(step, order))
+    fits = all(outer_stride(*x, order, inner) is not None for x in (tensors[0], *others))
     if fits and inner >= min(MIN_INNER, total):
         return Layout(shape[0], step, order, inner)
     if outer_stride(shape, strides, order, total) is None:
@@ -152,6 +162,22 @@ def _inner(shape: Sequence[int], strides: Sequence[int], order: tuple[int, ...])
             break
         inner *= shape[d + 1]
     return inner
+
+
+def _is_uniform(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether each step is an expanded value."""
+    sizes = [*zip(shape[1:], strides[1:], strict=True)]
+    return any(n != 1 for n, _ in sizes) and all(n == 1 or stride == 0 for n, stride in sizes)
+
+
+def _row(step: tuple[int, ...], order: tuple[int, ...]) -> int:
+    """Elements of the innermost dims of a step, at least `MIN_ROW` if there are as many."""
+    row = 1
+    for d in reversed(order):
+        if row >= MIN_ROW:
+            break
+        row *= step[d]
+    return row
 
 
 def outer_stride(

@@ -29,6 +29,8 @@ class Net(nn.Module):
         self.lif, self.lif2, self.same = lif(), sf.LIF(0.5, 0.2), nn.Identity()
         self.scale = nn.Parameter(torch.rand(6))
         self.full = nn.Parameter(torch.rand(12, 6))
+        self.steps = sf.StepScale(4)
+        nn.init.uniform_(self.steps.scale, 0.5, 1.5)
         self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,6 +109,15 @@ FUSED = {
     "sum read again": (lambda n, x: n.lif(y := n.bn(n.first(x)) + x) + y.sigmoid(), True),
     "potential": (potential, True),
     "two neurons": (lambda n, x: n.lif(y := n.bn(n.first(x))) + n.lif2(y), False),
+    "scale per step": (lambda n, x: n.lif(n.steps(n.bn(n.first(x)))), False),
+    "scale per step and residual": (lambda n, x: n.lif(n.steps(n.bn(n.first(x))) + x), True),
+    "scaled sum read again": (
+        lambda n, x: n.lif(y := x + n.steps(n.bn(n.first(x)))) + y.sigmoid(),
+        True,
+    ),
+    "two norms, one scaled": (lambda n, x: n.lif(n.other(x) + n.steps(n.bn(n.first(x)))), True),
+    "scale per channel": (lambda n, x: n.lif(n.scale * n.bn(n.first(x))), False),
+    "learned scale": (lambda n, x: n.lif(torch.mul(n.bn(n.first(x)), n.scale[0])), False),
 }
 
 

@@ -224,6 +224,10 @@ LEFT = {
     "mode": lambda n, x: n.lif(n.bn(x) if n.training else n.first(n.bn(x))),
     "function": lambda n, x: n.lif(F.relu(n.bn(x))),
     "product": lambda n, x: n.lif(n.bn(x) * x),
+    "product of two": lambda n, x: n.lif(n.bn(x) * n.scale * n.scale[0]),
+    "product of a half": lambda n, x: n.lif(n.bn(x) * n.scale[0].bfloat16()),
+    "product read again": lambda n, x: n.lif(y := n.bn(x) * n.scale) + y.sigmoid(),
+    "factor of two": lambda n, x: n.lif((y := n.bn(x)) * n.scale) + y.sigmoid(),
     "weighted sum": lambda n, x: n.lif(torch.add(n.bn(x), x, alpha=2)),
     "number": lambda n, x: n.lif(n.bn(x) + 1),
     "to itself": lambda n, x: n.lif((y := n.bn(x)) + y),
@@ -287,7 +291,7 @@ def test_what_is_written_is_what_is_computed(name: str) -> None:
         torch.testing.assert_close(fused.net.last, net.net.last)
 
 
-@pytest.mark.parametrize("name", ["plain", "residual", "two neurons"])
+@pytest.mark.parametrize("name", ["plain", "residual", "two neurons", "sum read again"])
 @pytest.mark.parametrize("shape", [(1, 3, 6), (3, 1, 6), (1, 1, 6)])
 def test_one_step_or_sample(name: str, shape: tuple[int, ...]) -> None:
     net = sf.Temporal(Net(FUSED[name][0]))
@@ -296,7 +300,8 @@ def test_one_step_or_sample(name: str, shape: tuple[int, ...]) -> None:
             with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
                 model(torch.randn(shape))
     else:
-        compare(net, torch.randn(shape))
+        fused = compare(net, torch.randn(shape))
+        assert Place("net.bn", "net.lif", FUSED[name][1]) in fused.fusion.fused
 
 
 class Branches(nn.Module):
@@ -419,7 +424,8 @@ def test_a_compiled_function_inside() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "read again", "function", "unread", "twice", "two calls", "mean"]
+    "name",
+    ["plain", "read again", "function", "unread", "twice", "two calls", "mean", "scale per step"],
 )
 def test_constant_input(name: str) -> None:
     forward = LEFT[name] if name in LEFT else FUSED[name][0]

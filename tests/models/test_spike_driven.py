@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 import spikefuse as sf
-from spikefuse.models.spike_driven import SpikeDrivenAttention, _separable, sdt, sdt_v2
+from spikefuse.models.spike_driven import (
+    SpikeDrivenAttention,
+    WideAttention,
+    _separable,
+    sdt,
+    sdt_v2,
+    sdt_v3,
+)
 
 
 def test_attention_selects_channels() -> None:
@@ -27,9 +34,30 @@ def test_attention_selects_channels() -> None:
     assert torch.equal(seen["projection"][0], q * chosen)
 
 
+def test_attention_with_wide_values() -> None:
+    """Of integers, against its equation with one matrix of attention per head."""
+    torch.manual_seed(0)
+    attention = WideAttention(lambda: sf.IntegerLIF(0.0), 8, 2).eval()
+    x = torch.randint(0, 5, (3, 8, 2, 2)).float()
+    with torch.no_grad():
+        y = sf.Temporal(attention)(x[None])[0]
+        q, k, v = (
+            torch.round(layers[:2](x).clamp(0, 4)).flatten(2).unflatten(1, (2, -1))
+            for layers in (attention.q, attention.k, attention.v)
+        )
+        assert v.shape == (3, 2, 16, 4)
+        heads = v @ (k.mT @ q)  # [channels of a head, tokens]
+        total = torch.round((2 * 4**-0.5 * heads).clamp(0, 4)).reshape(3, 32, 2, 2)
+        torch.testing.assert_close(y, attention.projection(total))
+        assert 0 < (total > 0).float().mean() < 1
+
+
 SMALL = {
     "sdt": lambda: sdt(lambda: sf.LIF(threshold=0.3), 1, 10, (16, 16), channels=16),
     "sdt_v2": lambda: sdt_v2(
+        lambda: sf.LIF(threshold=0.3), 1, 10, (16, 16), (8, 8, 16, 16), (1, 1), 2
+    ),
+    "sdt_v3": lambda: sdt_v3(
         lambda: sf.LIF(threshold=0.3), 1, 10, (16, 16), (8, 8, 16, 16), (1, 1), 2
     ),
 }
@@ -46,7 +74,8 @@ def test_layers_receive_spikes(name: str) -> None:
     sf.Temporal(net)(torch.rand(2, 2, 1, 16, 16))
     others = [label for label, x in seen.items() if not set(x.unique().tolist()) <= {0.0, 1.0}]
     merged = [label for label in others if label.endswith((".2", ".3")) and "branch.1." in label]
-    inverted = [label for label in others if label.endswith(".branch.5")]  # after a depthwise one
+    # In sdt_v2, after a depthwise one.
+    inverted = [label for label in others if label.endswith(".branch.5") and name == "sdt_v2"]
     assert set(others) == {"0", *merged, *inverted}
     assert len(merged) == 2 * 4 * 2 * (name == "sdt_v2")
 

@@ -14,7 +14,7 @@ import spikefuse as sf
 from spikefuse.scan import layout as layouts
 from spikefuse.scan import op
 from spikefuse.scan.execution import execution_for, execution_of
-from spikefuse.scan.layout import MAX_STRIDES, MIN_INNER, Layout
+from spikefuse.scan.layout import MAX_STRIDES, MIN_INNER, MIN_ROW, Layout
 from spikefuse.scan.records import Wanted
 from spikefuse.testing import lay_out, make_input
 
@@ -129,6 +129,44 @@ def test_inputs_of_different_groups_share_the_smaller():
     assert layout.inner == 64
     assert layout.conform(x) is x
     assert layout.conform(y) is y
+
+
+class Modulated(sf.Neuron):
+    """A LIF neuron whose input is multiplied by a second one."""
+
+    v = sf.State()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.surrogate = sf.surrogate.Sigmoid(4.0)
+
+    def step(self, x, factor, v):
+        h = 0.5 * v + x * factor
+        s = self.surrogate(h - 1.0)
+        return s, (h * (1.0 - s),)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "channels_last"])
+def test_a_value_per_step_is_copied_as_one_row(backends, order):
+    values = torch.tensor([0.5, 1.0, 2.0, 1.5]).view(4, 1, 1, 1, 1).to(backends.device)
+    x = lay_out(make_input((4, 3, 5, 16, 16)), order).to(backends.device)
+    factor = values.expand_as(x)
+    layout = layout_of([x, factor])
+    assert layout.inner == 5 * 16 * 16 >= MIN_ROW
+    assert not copied(x, layout)
+    row = layout.conform(factor)
+    assert torch.equal(row, factor)
+    assert row.untyped_storage().nbytes() == 4 * 4 * layout.inner
+    given = [t.clone().requires_grad_() for t in (x, values)]
+    found = {}
+    for impl in (*backends.impls, "reference"):
+        y = Modulated()(given[0], given[1].expand_as(x), impl=impl)
+        found[impl] = y, *torch.autograd.grad(y, given, torch.ones_like(y))
+    y, *grads = found.pop("reference")
+    assert 0.1 < y.mean() < 0.9
+    for spikes, *others in found.values():
+        assert torch.equal(spikes, y)
+        torch.testing.assert_close(others, grads)
 
 
 def test_states_are_float32_in_the_order_of_the_step():
