@@ -32,7 +32,11 @@ def maxformer(
     """Build Max-Former-`sum(depths)`-`channels` for ImageNet.
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size; tokens of the three
-    stages have 4, 8 and 16 rows of pixels.
+    stages have 4 x 4, 8 x 8 and 16 x 16 pixels.
+
+    Example::
+
+        net = sf.Temporal(sf.models.maxformer_10_384(sf.LIF, 3, 10, (64, 64)))
 
     Args:
         neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.

@@ -5,13 +5,14 @@ al., "Spike-driven Transformer V2: Meta Spiking Neural Network Architecture Insp
 Next-generation Neuromorphic Chips", ICLR 2024. Source of `sdt_v3`: Yao et al., "Scaling
 Spike-driven Transformer with Efficient Spike Firing Approximation Training", TPAMI 2025. They
 follow the authors' published code where a paper is silent. The first two use LIF neurons with
-`decay=0.5`, `decay_input=True` and `detach_reset=True`, the third one integers, see `sdt_v3`.
+`decay=0.5`, `decay_input=True` and `detach_reset=True`; for the third one, see `sdt_v3`.
 
 Tokens keep the shape of an image, and convolutions before a norm have no bias.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
@@ -124,24 +125,21 @@ def sdt_v2(
     Raises:
         ValueError: `num_heads` does not divide the channels.
     """
+
+    def convolutions(width: int) -> list[nn.Module]:
+        wide = 2 * width
+        spread = nn.Conv2d(wide, wide, 7, padding=3, groups=wide, bias=False)
+        layers = [*conv_norm(width, wide, 1), neuron(), spread, *conv_norm(wide, width, 1)]
+        return [residual(neuron(), *layers), membrane_mlp(neuron, width, mlp_ratio * width, 3)]
+
+    def attention(width: int) -> list[nn.Module]:
+        layers = SpikingSelfAttention(neuron, width, num_heads, projection=_separable)
+        return [residual(neuron(), layers), membrane_mlp(neuron, width, mlp_ratio * width)]
+
     for width in channels[2:]:
         check_heads(width, num_heads)
-    width = channels[0] // 2
-    layers = conv_norm(in_channels, width, 7, 2)
-    layers += _convolutions(neuron, width, mlp_ratio)
-    for outputs, blocks in zip(channels[:2], (1, 2), strict=True):
-        layers += [neuron(), *conv_norm(width, outputs, 3, 2)]
-        width = outputs
-        for _ in range(blocks):
-            layers += _convolutions(neuron, width, mlp_ratio)
-    for outputs, blocks, stride in zip(channels[2:], depths, (2, 1), strict=True):
-        layers += [neuron(), *conv_norm(width, outputs, 3, stride)]
-        width = outputs
-        for _ in range(blocks):
-            attention = SpikingSelfAttention(neuron, width, num_heads, projection=_separable)
-            layers.append(residual(neuron(), attention))
-            layers.append(membrane_mlp(neuron, width, mlp_ratio * width))
-    return nn.Sequential(*layers, *spiking_head(neuron, width, num_classes))
+    layers = _stages(neuron, in_channels, channels, depths, convolutions, attention)
+    return nn.Sequential(*layers, *spiking_head(neuron, channels[-1], num_classes))
 
 
 class WideAttention(SpikingSelfAttention):
@@ -168,11 +166,18 @@ def sdt_v3(
 ) -> nn.Sequential:
     """Build E-SpikeFormer, with 5, 10 or 19 million parameters.
 
-    The authors train it with integers for one time step: `neuron` is `lambda: IntegerLIF(levels=4)`
-    up to the factor 1/4 of its output, and `unroll_integer_spikes` gives the binary network.
+    The authors train it for one time step with neurons that emit integers, `IntegerLIF(levels=4)`,
+    whose output they divide by 4. `unroll_integer_spikes` turns it into a network of binary spikes.
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size; tokens have 16 x 16
     pixels.
+
+    Example::
+
+        def neuron():
+            return sf.IntegerLIF(levels=4)
+
+        net = sf.Temporal(sf.models.sdt_v3_5m(neuron, 3, 10, (64, 64)))
 
     Args:
         neuron, in_channels, num_classes, size, channels, depths, num_heads, mlp_ratio: see
@@ -181,44 +186,47 @@ def sdt_v3(
     Raises:
         ValueError: `num_heads` does not divide the channels.
     """
+
+    def inverted(width: int, kernel: int) -> nn.Module:
+        wide = 2 * width
+        spread = conv_norm(wide, wide, kernel, groups=wide)
+        layers = [*conv_norm(width, wide, 1), neuron(), *spread, neuron()]
+        return residual(neuron(), *layers, *conv_norm(wide, width, 1))
+
+    def convolutions(width: int) -> list[nn.Module]:
+        return [inverted(width, 7), membrane_mlp(neuron, width, mlp_ratio * width, 3)]
+
+    def attention(width: int) -> list[nn.Module]:
+        return [
+            inverted(width, 3),
+            residual(neuron(), WideAttention(neuron, width, num_heads)),
+            membrane_mlp(neuron, width, mlp_ratio * width),
+        ]
+
     for width in channels[2:]:
         check_heads(width, num_heads)
+    layers = _stages(neuron, in_channels, channels, depths, convolutions, attention)
+    return nn.Sequential(*layers, *spiking_head(neuron, channels[-1], num_classes))
+
+
+def _stages(
+    neuron: MakeNeuron,
+    in_channels: int,
+    channels: tuple[int, int, int, int],
+    depths: tuple[int, int],
+    convolutions: Callable[[int], list[nn.Module]],
+    attention: Callable[[int], list[nn.Module]],
+) -> list[nn.Module]:
+    """Return the four stages of `sdt_v2`, whose blocks are made for a number of channels."""
     width = channels[0] // 2
-    layers = conv_norm(in_channels, width, 7, 2)
-    for outputs, blocks in zip((width, *channels[:2]), (1, 1, 2), strict=True):
-        if outputs != width:
-            layers += [neuron(), *conv_norm(width, outputs, 3, 2)]
-        width = outputs
-        for _ in range(blocks):
-            layers.append(_inverted(neuron, width, 7))
-            layers.append(membrane_mlp(neuron, width, mlp_ratio * width, 3))
-    for outputs, blocks, stride in zip(channels[2:], depths, (2, 1), strict=True):
+    layers = conv_norm(in_channels, width, 7, 2) + convolutions(width)
+    plan = zip(channels, (1, 2, *depths), (2, 2, 2, 1), strict=True)
+    for i, (outputs, blocks, stride) in enumerate(plan):
         layers += [neuron(), *conv_norm(width, outputs, 3, stride)]
         width = outputs
         for _ in range(blocks):
-            layers.append(_inverted(neuron, width, 3))
-            layers.append(residual(neuron(), WideAttention(neuron, width, num_heads)))
-            layers.append(membrane_mlp(neuron, width, mlp_ratio * width))
-    return nn.Sequential(*layers, *spiking_head(neuron, width, num_classes))
-
-
-def _inverted(neuron: MakeNeuron, channels: int, kernel: int) -> nn.Module:
-    """Return an inverted separable convolution whose layers read spikes, with a shortcut."""
-    wide = 2 * channels
-    spread = conv_norm(wide, wide, kernel, groups=wide)
-    layers = [*conv_norm(channels, wide, 1), neuron(), *spread, neuron()]
-    return residual(neuron(), *layers, *conv_norm(wide, channels, 1))
-
-
-def _convolutions(neuron: MakeNeuron, channels: int, mlp_ratio: int) -> list[nn.Module]:
-    """Return an inverted separable 7 x 7 convolution and two of 3 x 3, both with shortcuts."""
-    wide = 2 * channels
-    spread = nn.Conv2d(wide, wide, 7, padding=3, groups=wide, bias=False)
-    separable = [*conv_norm(channels, wide, 1), neuron(), spread, *conv_norm(wide, channels, 1)]
-    return [
-        residual(neuron(), *separable),
-        membrane_mlp(neuron, channels, mlp_ratio * channels, 3),
-    ]
+            layers += convolutions(width) if i < 2 else attention(width)
+    return layers
 
 
 def _separable(channels: int) -> list[nn.Module]:

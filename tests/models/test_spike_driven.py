@@ -80,6 +80,16 @@ def test_layers_receive_spikes(name: str) -> None:
     assert len(merged) == 2 * 4 * 2 * (name == "sdt_v2")
 
 
+@pytest.mark.parametrize("build", [sdt_v2, sdt_v3])
+def test_tokens_have_16_pixels_where_stages_have_equal_channels(build) -> None:
+    sizes = []
+    net = build(sf.LIF, 1, 10, (32, 32), (8, 8, 8, 8), (1, 1), 2)
+    for module in net:
+        module.register_forward_hook(lambda m, x, y: sizes.append(y.shape[2:]))
+    sf.Temporal(net)(torch.rand(1, 2, 1, 32, 32))
+    assert [*dict.fromkeys(sizes)][:4] == [(16, 16), (8, 8), (4, 4), (2, 2)]
+
+
 def test_separable_layers_merge_into_one_convolution() -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(*_separable(4)).double()
