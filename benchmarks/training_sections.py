@@ -115,8 +115,9 @@ def _last(rows: list[Result], epochs: int) -> str:
 
 
 def _command(script: str, result: Result, *options: str) -> str:
-    """Return the command that repeats a training."""
-    given = {name: [result["settings"][name]] for name in ("epochs", *options)}
+    """Return the command that repeats a training, with those of the options that it had."""
+    settings = result["settings"]
+    given = {o.replace("_", "-"): [settings[o]] for o in ("epochs", *options) if o in settings}
     for option, key in (("names", "name"), ("seeds", "seed")):
         given[option] = list(grouped(result["rows"], key))
     words = [f"--{name} {shlex.join(map(str, values))}" for name, values in given.items()]
@@ -269,7 +270,18 @@ def accuracy(result: Result) -> Parts:
             "evaluation, are in ms per batch:"
         )
         yield table(profiled, keys(*profiled[0]))
-    yield _command("accuracy", result, "early", "batch", "lr")
+    options = (
+        "model",
+        "T",
+        "early",
+        "batch",
+        "lr",
+        "optimizer",
+        "weight_decay",
+        "cutout",
+        "cutmix",
+    )
+    yield _command("accuracy", result, *options)
 
 
 def papers(results: Results, root: Path) -> str:

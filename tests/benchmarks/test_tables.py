@@ -57,7 +57,9 @@ def test_accuracy_of_runs_that_are_not_complete() -> None:
     settings = {"data": "d", "model": "m", "T": 4, "epochs": 4, "early": 0, "batch": 64, "lr": 0.1}
     result = {"rows": rows, "settings": settings | {"profile": {}}}
     _, table, command = training_sections.accuracy(result)
-    options = "--epochs 4 --early 0 --batch 64 --lr 0.1 --names spikefuse --seeds 0 1"
+    options = (
+        "--epochs 4 --model m --T 4 --early 0 --batch 64 --lr 0.1 --names spikefuse --seeds 0 1"
+    )
     assert command == f"Command: `python -m benchmarks.accuracy {options}`."
     line = "| spikefuse | 80.00%, 82.00%; 81.00 ± 1.41% | 4.00 | 400 |"
     assert table.splitlines()[-1] == line
