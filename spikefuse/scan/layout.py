@@ -17,7 +17,7 @@ from spikefuse.kernels.channels import ChannelLayout
 
 # Below this many adjacent elements, a copy is cheaper than reading in place.
 MIN_INNER = 16
-# Neurons, at least, of a step that holds a single value, which kernels read in place of the others.
+# A step that is one expanded value is copied as a row of at least this many neurons, for all rows.
 MIN_ROW = 1 << 10
 # Caches by strides are emptied when they are as long as this.
 MAX_STRIDES = 64
