@@ -14,8 +14,8 @@ A spiking network runs T steps of LIF neurons on the same image, with soft reset
 and a triangular surrogate. Its first epochs may train one step (`--early`), which takes a fraction
 of the time; evaluation is always on T steps. Both kinds compute the layers before the first neuron
 once for all steps. SpikingJelly's neurons are its function with explicit precision (see
-`benchmarks.jelly`) on the folded tensor. The ReLU network sees the image once. Each step is recorded as a CUDA graph
-where it can be.
+`benchmarks.jelly`) on the folded tensor. The ReLU network sees the image once. Each step is
+recorded as a CUDA graph where it can be.
 
 There is a row for each epoch. `seconds` are those of its training steps, with compilation and
 recording in the first epoch and after a continuation. Evaluation, on all test images in every
@@ -70,7 +70,7 @@ CLASSES, MEAN, STD = 10, (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
 MOMENTUM, EVAL_BATCH = 0.9, 1000
 QUICK = {"epochs": 2, "batch": 8, "T": 2}
 # Options that change no row.
-PLACES = ("checkpoints", "data_dir", "name", "names", "rounds", "seconds", "seeds", "started")
+PLACES = ("checkpoints", "data_dir", "names", "rounds", "seconds", "seeds", "started")
 # Parts of a training step. A step that ends after one of them has run those before it too.
 PARTS = ("augmentation", "forward", "backward", "optimizer")
 
@@ -104,7 +104,6 @@ def add_options(
     add("--seconds", type=float, help="stop before this time, evaluation included")
     add("--checkpoints", type=Path, help="folder of checkpoints, to continue from")
     add("--data-dir", type=Path, default=default_directory(), help="data folder")
-    add("--name", help=f"name of the result ({parser.get_default('name')})")
 
 
 def parse(

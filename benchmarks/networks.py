@@ -296,7 +296,6 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument("--T", nargs="+", type=int, default=[None], help="other time steps")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, metavar="NETWORK",
                         help=f"of {'; '.join(NETWORKS)} (the first {NUM_USUAL})")  # fmt: skip
-    parser.add_argument("--name", help="name of the result (networks)")
     args = runner.parse(parser, argv)
     names = args.workloads or (["conv-mnist"] if args.quick else USUAL)
     slow = (INDUCTOR, JELLY_COMPILED, COMPILED, REDUCED) if args.quick else ()

@@ -105,9 +105,9 @@ def main(argv: list[str] | None = None) -> Path:
     args = runner.parse(parser, argv)
     args.N = args.N or (1000 if args.quick else MILLION)
     if args.what == FIRST_CALL:
-        args.name = FIRST_CALL
+        args.usual_name = FIRST_CALL
         return runner.write_rows(args, first_call_rows(args))
-    args.name, cases, plot = MEASUREMENTS[args.what]
+    args.usual_name, cases, plot = MEASUREMENTS[args.what]
     return runner.run_cases(args, cases(args), plot=plot)
 
 

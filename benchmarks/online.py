@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> Path:
     if args.quick:
         args.T, args.batch, args.hidden, args.iterations, args.every = 5, 4, 8, 2, 1
         args.delay = 10
-    args.name = f"online_{args.what}"
+    args.usual_name = f"online_{args.what}"
     cases = {"time": times, "memory": memories, "cosine": cosines, "cues": tasks, "digits": tasks}
     torch.manual_seed(0)
     plot = plots.online_memory if args.what == "memory" else None

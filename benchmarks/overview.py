@@ -40,6 +40,7 @@ GROUPS = (
         "linear layer and {N:,} LIF neurons, T = {T}",
         (JELLY, open_neuromorphic.SNNTORCH, open_neuromorphic.NORSE, open_neuromorphic.SPYX),
     ),
+    Group("methods", "{row}", (JELLY, "shifted sequences")),
     Group("cpu", "{row}", (JELLY, "snnTorch", "Norse")),
 )
 
@@ -74,7 +75,7 @@ def overview(results: list[tuple[Path, Result]], root: Path) -> str:
     found: dict[str, list[Result]] = {}
     for group in GROUPS:
         for _, result in results:
-            if result["benchmark"] == group.benchmark:
+            if result["benchmark"].startswith(group.benchmark):
                 found.setdefault(record.device(result), []).extend(lines(group, result))
     columns: sections.Columns = {"workload": "workload", "dtype": "dtype", "spikefuse, ms": "ours"}
     columns |= {"best rival": "rival", "its ms": "its", "its time / ours": "gain"}

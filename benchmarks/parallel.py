@@ -73,10 +73,10 @@ def main(argv: list[str] | None = None) -> Path | None:
     add("--T", type=int, nargs="+", help="of the layer of time (64 256 1024 4096)")
     args = runner.parse(parser, argv)
     if args.what == "time":
-        args.name = "time_sharding"
+        args.usual_name = "time_sharding"
         args.T = args.T or ([8] if args.quick else [64, 256, 1024, 4096])
         return run_processes(parser, args, time_rows, plots.time_sharding)
-    args.name = "ddp" if args.workload == WORKLOAD else f"ddp_{args.workload}"
+    args.usual_name = "ddp" if args.workload == WORKLOAD else f"ddp_{args.workload}"
     args.dtype, second = DTYPE, LOOP if args.workload.endswith("-imagenet") else OURS
     args.networks = [FUSED, second]
     return run_processes(parser, args, data_rows)

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> Path:
     add("--data-dir", type=Path, help="folder of the data sets")
     args = runner.parse(parser, argv)
     args.finetuning = 1 if args.quick else args.finetuning
-    args.name = f"quantize_{Path(args.network).stem}"
+    args.usual_name = f"quantize_{Path(args.network).stem}"
     settings = {k: v for k, v in runner.settings_of(args).items() if k != "data_dir"}
     with cudnn_search(torch.device(args.device)):
         return runner.write_rows(args, rows(args), settings)
@@ -103,6 +103,7 @@ def finetune(network: TrainedNetwork, examples: DataModule, args: argparse.Names
         devices=1 if device.index is None else [device.index],
         precision=LIGHTNING_PRECISION[config.precision],  # type: ignore[arg-type]
         max_epochs=config.epochs,
+        limit_train_batches=2 if args.quick else None,
         benchmark=device.type == "cuda",
         inference_mode=False,
         num_sanity_val_steps=0,

@@ -24,6 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # Pages with generated regions.
 PAGES = (
     "docs/benchmarks.md",
+    "docs/from-ann.md",
     "docs/online.md",
     "docs/reproduce.md",
     "docs/tutorials/fast.ipynb",

@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run each (0)")
     parser.add_argument("--data-dir", type=Path, help="folder of the data sets")
     args = runner.parse(parser, argv)
-    args.name = f"reproduce_{args.recipe}"
+    args.usual_name = f"reproduce_{args.recipe}"
     config = ["--config", args.recipe]
     options = [*config, "--device", torch.device(args.device).type, *QUICK * args.quick]
     if torch.device(args.device).type != "cuda":

@@ -382,10 +382,11 @@ def plain_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
 def make_parser(name: str, doc: str | None, rounds: int = 11) -> argparse.ArgumentParser:
     """Make a parser with the options that all scripts have; use it with `parse`."""
     parser = plain_parser(f"benchmarks.{name}", doc)
-    parser.set_defaults(usual_rounds=rounds, name=name)
+    parser.set_defaults(usual_rounds=rounds, usual_name=name)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, help=f"timed turns of each contender ({rounds})")
     parser.add_argument("--out", type=Path, help="folder for the result (benchmarks/results)")
+    parser.add_argument("--name", help="of the result, in place of the usual one")
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds, any device")
     return parser
 
@@ -401,7 +402,8 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
 
 
 def settings_of(args: argparse.Namespace) -> Record:
-    return {k: v for k, v in vars(args).items() if k not in ("out", "quick", "device", "name")}
+    others = "out", "quick", "device", "name", "usual_name"
+    return {k: v for k, v in vars(args).items() if k not in others}
 
 
 def run_cases(
@@ -445,12 +447,13 @@ def write_rows(
     """Print each row, write the result after each, and draw its plot."""
     started = time.perf_counter()
     given = settings_of(args) if settings is None else settings
-    result = record.document(args.name, torch.device(args.device), args.quick, given)
+    name = args.name or args.usual_name
+    result = record.document(name, torch.device(args.device), args.quick, given)
     result |= {"rows": [], "left_out": left_out}
     into = record.folder(args.out, args.quick)
     path = record.write(into, result)
     load = result["machine"]["load_average"]
-    print(f"{args.name}: {record.slug(result)}, load average {load}")
+    print(f"{name}: {record.slug(result)}, load average {load}")
     for row in rows:
         result["rows"].append(row)
         print(f"[{time.perf_counter() - started:.0f} s] {describe(row)}", flush=True)

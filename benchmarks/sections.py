@@ -295,8 +295,9 @@ def neurons(result: Result) -> Parts:
         yield "Peak memory in MB beyond the inputs, beside FlexSN:"
         peaks = contenders(compiled, "peak_bytes", (OURS, FLEXSN))
         yield table(compiled, keys("neuron", "T", "dtype") | peaks)
-    yield "Wall-clock milliseconds, including the host:"
-    yield table(host, {"T": "T"} | size | contenders(host, "wall_ms"))
+    if host:
+        yield "Wall-clock milliseconds, including the host:"
+        yield table(host, {"T": "T"} | size | contenders(host, "wall_ms"))
 
 
 def block(result: Result) -> Parts:

@@ -109,10 +109,10 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "time-steps": (
         "timestep_scaling", each(sections.time_steps, "time over the number of time steps"), BENCH
     ),
-    "neurons": ("neurons", each(sections.neurons), BENCH),
+    "neurons": ("neurons*", each(sections.neurons), BENCH),
     "networks": ("networks*", each(sections.networks), BENCH),
     "recorded-steps": ("networks", each(sections.recorded_steps), BENCH),
-    "convert": ("convert", each(sections.converted), SCRIPT.format("convert")),
+    "convert": ("convert*", each(sections.converted), SCRIPT.format("convert")),
     "block": ("block", each(sections.block), BENCH),
     "recurrent": ("recurrent", each(sections.recurrent), SCRIPT.format("recurrent")),
     "delays": ("delays", each(sections.recurrent), SCRIPT.format("delays")),
@@ -145,7 +145,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "from-ann": (
         "from_ann",
         each(training_sections.from_ann),
-        SCRIPT.format("from_ann --model resnet18 --epochs 60"),
+        SCRIPT.format("from_ann --model resnet18 --epochs 90"),
     ),
     "quantize": (
         "quantize*",

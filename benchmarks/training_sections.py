@@ -274,7 +274,9 @@ def accuracy(result: Result) -> Parts:
 
 def papers(results: Results, root: Path) -> str:
     """A row per measured recipe, the paper's figures beside ours, and where ours were measured."""
-    rows = {result["settings"]["recipe"]: result["rows"] for _, result in results}
+    rows: dict[str, list[Result]] = {}
+    for _, result in results:
+        rows.setdefault(result["settings"]["recipe"], []).extend(result["rows"])
     lines, origins, others = [], [], []
     for recipe, (printed, paper_seconds) in PAPERS.items():
         theirs = None if printed is None else f"{printed:.2f}%"

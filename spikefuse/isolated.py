@@ -18,8 +18,8 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Generator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,82 +33,75 @@ MIN_BYTES = 1 << 28  # of content, that any file may have
 EXPANSION = {"h5py": 16, "faery": 128}
 
 
-class Reader(AbstractContextManager["Reader"]):
-    """Reads files in a process, which starts with the first and ends with the block."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def arrays(
-        self, program: Path, library: str, path: str | os.PathLike[str]
-    ) -> Generator[np.ndarray]:
-        """Yield the arrays that a program finds in a file.
-
-        Args:
-            program: a Python file with a function `read`, which takes a path, or of the library
-                "h5py" the open `h5py.File`, and yields arrays of numbers or text. It imports
-                nothing of spikefuse.
-            library: name of the library that it uses.
-            path: of the file.
-
-        Raises:
-            OSError: the file can't be found, or no process can be started.
-            ValueError: it is not a regular file, `read` raises an error, the library crashes or
-                ends the process, one array takes more than `SECONDS`, or the content is more than
-                256 MiB and more than `EXPANSION` times the file. The message doesn't name the file.
-        """
-        about = os.stat(path)
-        if not stat.S_ISREG(about.st_mode):  # reading a FIFO would wait
-            raise ValueError("it is not a regular file")
-        limit = max(MIN_BYTES, EXPANSION[library] * about.st_size)
-        request = [str(program), library, os.path.abspath(os.fsdecode(path)), limit, SECONDS]
-        process = self._process = self._process or _start()
-        assert process.stdin
-        assert process.stdout
-        is_waiting, start = False, time.monotonic()
-        try:
-            process.stdin.write(f"{json.dumps(request)}\n".encode())
-            process.stdin.flush()
-            while (line := process.stdout.readline()).endswith(b"\n"):
-                answer = json.loads(line)
-                if not isinstance(answer, list):
-                    is_waiting = True
-                    if answer is None:
-                        return
-                    raise ValueError(answer)
-                shape, kind = answer
-                array = np.empty(shape, kind)
-                size = process.stdout.readinto(_bytes(array))  # type: ignore[attr-defined]
-                if size == array.nbytes:
-                    yield array
-            status, passed = process.wait(), time.monotonic() - start
-            if status < 0:
-                raise ValueError(f"{library} crashes")
-            is_late = status == 1 and passed >= SECONDS  # the exit status of the timer
-            late = f"an array takes more than {SECONDS:g} seconds"
-            raise ValueError(late if is_late else f"its process ended with status {status}")
-        finally:
-            if not is_waiting:  # the next file gets a new process
-                self.close()
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            with suppress(OSError):  # of a request that could not be sent
-                self._process.__exit__(None, None, None)
-            self._process = None
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+# Processes that wait for another file, and the number of blocks of `one_process`.
+_waiting: list[subprocess.Popen[bytes]] = []
+_blocks = 0
 
 
-def arrays(
-    program: Path, library: str, path: str | os.PathLike[str], reader: Reader | None = None
-) -> Generator[np.ndarray]:
-    """Yield arrays as `Reader.arrays` does, by `reader` or in a process for this file only."""
-    with nullcontext(reader) if reader else Reader() as own:
-        yield from own.arrays(program, library, path)
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Read the files of a block in one process; another takes its place if a file ends it."""
+    global _blocks
+    _blocks += 1
+    try:
+        yield
+    finally:
+        _blocks -= 1
+        while _waiting and not _blocks:
+            _end(_waiting.pop())
+
+
+def arrays(program: Path, library: str, path: str | os.PathLike[str]) -> Generator[np.ndarray]:
+    """Yield the arrays that a program finds in a file.
+
+    Args:
+        program: a Python file with a function `read`, which takes a path, or of the library "h5py"
+            the open `h5py.File`, and yields arrays of numbers or text. It imports nothing of
+            spikefuse.
+        library: name of the library that it uses.
+        path: of the file.
+
+    Raises:
+        OSError: the file can't be found, or no process can be started.
+        ValueError: it is not a regular file, `read` raises an error, the library crashes or ends
+            the process, one array takes more than `SECONDS`, or the content is more than 256 MiB
+            and more than `EXPANSION` times the file. The message doesn't name the file.
+    """
+    about = os.stat(path)
+    if not stat.S_ISREG(about.st_mode):  # reading a FIFO would wait
+        raise ValueError("it is not a regular file")
+    limit = max(MIN_BYTES, EXPANSION[library] * about.st_size)
+    request = [str(program), library, os.path.abspath(os.fsdecode(path)), limit, SECONDS]
+    process = _waiting.pop() if _waiting else _start()
+    assert process.stdin
+    assert process.stdout
+    is_waiting, start = False, time.monotonic()
+    try:
+        process.stdin.write(f"{json.dumps(request)}\n".encode())
+        process.stdin.flush()
+        while (line := process.stdout.readline()).endswith(b"\n"):
+            answer = json.loads(line)
+            if not isinstance(answer, list):
+                is_waiting = True
+                if answer is None:
+                    return
+                raise ValueError(answer)
+            shape, kind = answer
+            array = np.empty(shape, kind)
+            size = process.stdout.readinto(_bytes(array))  # type: ignore[attr-defined]
+            if size == array.nbytes:
+                yield array
+        status, passed = process.wait(), time.monotonic() - start
+        if status < 0:
+            raise ValueError(f"{library} crashes")
+        is_late = status == 1 and passed >= SECONDS  # the exit status of the timer
+        late = f"an array takes more than {SECONDS:g} seconds"
+        raise ValueError(late if is_late else f"its process ended with status {status}")
+    finally:
+        if is_waiting and _blocks:
+            _waiting.append(process)
+        else:
+            _end(process)
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -123,6 +116,12 @@ def _start() -> subprocess.Popen[bytes]:
 
         fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, CHUNK)
     return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    with suppress(OSError):  # of a request that could not be sent
+        process.__exit__(None, None, None)
 
 
 def _bytes(array: np.ndarray) -> memoryview:

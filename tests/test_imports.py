@@ -41,7 +41,7 @@ PACKAGES: dict[str, set[str]] = {
     "data": {"isolated"},
     "models": {"spikefuse", "block", "events", "nn", "neurons"},
     "train": {"models", "distributed", "inspect", "data", "transforms", "graph", "events", "memory"}
-    | {"spikefuse", "nn", "neurons"},
+    | {"spikefuse", "nn", "neurons", "isolated"},
     "testing": {"models", "distributed", "data", "block", "nn", "spikefuse", "neurons"},
     "__main__": {"train.cli"},
 }

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import resource
+import signal
 import time
 from pathlib import Path
 
@@ -68,18 +69,31 @@ def test_one_process_reads_several_files(path: Path) -> None:
     ends = path.parent / "ends.py"
     ends.write_text("import os\ndef read(file): os.abort()")
     program = reader(path.parent, "yield file['x'][()]", "yield np.array(os.getpid())")
-    with isolated.Reader() as process:
-        (x, first), (_, again) = (process.arrays(program, "h5py", path) for _ in range(2))
+    with isolated.one_process():
+        (x, first), (_, again) = (isolated.arrays(program, "h5py", path) for _ in range(2))
         assert x.tolist() == [1, 2]
         with pytest.raises(ValueError, match="KeyError"):
-            next(process.arrays(fails, "h5py", path))
-        _, third = process.arrays(program, "h5py", path)
+            next(isolated.arrays(fails, "h5py", path))
+        with isolated.one_process():
+            _, third = isolated.arrays(program, "h5py", path)
         assert first == again == third != os.getpid()
         with pytest.raises(ValueError, match="h5py crashes"):
-            next(process.arrays(ends, "h5py", path))
-        next(process.arrays(program, "h5py", path))
-        _, second = process.arrays(program, "h5py", path)
+            next(isolated.arrays(ends, "h5py", path))
+        next(isolated.arrays(program, "h5py", path))
+        _, second = isolated.arrays(program, "h5py", path)
         assert second != first
+        (process,) = isolated._waiting
+        assert process.pid == second
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_files_read_at_once_have_a_process_each(path: Path) -> None:
+    program = reader(path.parent, "yield file['x'][()]", "yield np.array(os.getpid())")
+    with isolated.one_process():
+        pairs = zip(*(isolated.arrays(program, "h5py", path) for _ in range(2)), strict=True)
+        (x, y), (first, second) = pairs
+        assert x.tolist() == y.tolist() == [1, 2]
+        assert first != second
 
 
 def test_sizes_that_a_file_claims(path: Path) -> None:
@@ -93,11 +107,11 @@ def test_sizes_that_a_file_claims(path: Path) -> None:
 def test_a_limit_of_the_user_stays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolated, "MIN_BYTES", 1 << 40)
     program = reader(path.parent, "import resource", "yield resource.getrlimit(resource.RLIMIT_AS)")
-    with isolated.Reader() as process:
-        process._process = isolated._start()
+    with isolated.one_process():
+        isolated._waiting.append(process := isolated._start())
         limits = 1 << 34, 1 << 34
-        resource.prlimit(process._process.pid, resource.RLIMIT_AS, limits)
-        (found,) = process.arrays(program, "h5py", path)
+        resource.prlimit(process.pid, resource.RLIMIT_AS, limits)
+        (found,) = isolated.arrays(program, "h5py", path)
         assert tuple(found) == limits
 
 

@@ -52,7 +52,8 @@ def test_pyright() -> None:
 
 
 SHOWN = ["LIF", "ALIF", "PLIF", "IF", "Temporal", "Recurrent", "fuse", "convert", "load", "to_nir"]
-SHOWN += ["models.resnet18", "models.vggsnn", "models.sdt_v2_31m"]
+SHOWN += ["models.resnet18", "models.vggsnn", "models.sdt_v2_31m", "from_ann", "quantize", "Online"]
+SHOWN += ["data.load", "data.image_folder", "data.event_folder", "data.Recording", "plots.raster"]
 
 
 @pytest.mark.parametrize("name", SHOWN)

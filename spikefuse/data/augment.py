@@ -23,6 +23,10 @@ def random_shift(batch: Tensor, distance: int, generator: torch.Generator | None
 
     Equivalent to padding by `distance` and cropping at random, as usual for CIFAR-10 with 4.
 
+    Example::
+
+        batch = sf.data.random_shift(torch.rand(32, 3, 32, 32), distance=4)
+
     Source: Lee, Xie, Gallagher, Zhang, Tu, "Deeply-Supervised Nets", AISTATS 2015.
 
     Args:
@@ -57,6 +61,10 @@ def random_flip(
 
     Unsuitable for gestures and digits, whose meaning changes.
 
+    Example::
+
+        batch = sf.data.random_flip(torch.rand(32, 3, 32, 32))
+
     Args:
         batch: `[B, ..., H, W]`.
         generator: random number generator on the device of `batch`; None for PyTorch's own.
@@ -75,6 +83,10 @@ def cutout(batch: Tensor, side: int, generator: torch.Generator | None = None) -
 
     Its centre is uniform over the pixels, so part of the square may lie outside. A side of 16 is
     usual for CIFAR-10, and 8 for CIFAR-100.
+
+    Example::
+
+        batch = sf.data.cutout(torch.rand(32, 3, 32, 32), side=16)
 
     Source: DeVries and Taylor, "Improved Regularization of Convolutional Neural Networks with
     Cutout", 2017.
@@ -108,6 +120,11 @@ def random_erasing(
     With a share $s$ of the image's area uniform in `area` and a ratio $r$ of rows to columns, whose
     logarithm is uniform in that of `aspect`, the rectangle has $\\sqrt{s H W r}$ rows and
     $\\sqrt{s H W / r}$ columns, rounded, and at most those of the image. It lies inside the image.
+
+    Example::
+
+        batch = torch.randint(256, (32, 3, 32, 32), dtype=torch.uint8)
+        batch = sf.data.random_erasing(batch, probability=0.25)
 
     Source: Zhong, Zheng, Kang, Li, Yang, "Random Erasing Data Augmentation", AAAI 2020 (RE-R).
 
@@ -149,6 +166,11 @@ def drop_events(batch: Tensor, generator: torch.Generator | None = None) -> Tens
     consecutive steps is emptied; an area of the sensor is emptied at all steps; or each event is
     dropped with the same probability. The share and the probability are uniform in {0.1, ..., 0.9},
     the area's share of the rows and of the columns in {0.05, 0.1, ..., 0.3}.
+
+    Example::
+
+        frames = torch.randint(4, (32, 10, 2, 34, 34), dtype=torch.uint8)
+        frames = sf.data.drop_events(frames)
 
     Source: Gu, Sng, Hu, Li, "EventDrop: Data Augmentation for Event-based Learning", IJCAI 2021.
 
@@ -193,6 +215,12 @@ def mixup(
     λ is drawn from Beta(α, α) for each example. A batch is in random order, so that the example
     before is a random one.
 
+    Example::
+
+        batch, labels = torch.rand(32, 3, 32, 32), torch.randint(10, (32,))
+        targets = nn.functional.one_hot(labels, 10).float()
+        batch, targets = sf.data.mixup(batch, targets, alpha=0.2)
+
     Source: Zhang, Cisse, Dauphin, Lopez-Paz, "mixup: Beyond Empirical Risk Minimization", ICLR
     2018.
 
@@ -223,6 +251,12 @@ def cutmix(
     rounded. Its centre is uniform over the pixels. The weight of an example's own target is the
     share of the pixels that it keeps. All time steps and channels have the same rectangle, so that
     the events of a recording are those of one example inside it and of another outside.
+
+    Example::
+
+        batch, labels = torch.rand(32, 3, 32, 32), torch.randint(10, (32,))
+        targets = nn.functional.one_hot(labels, 10).float()
+        batch, targets = sf.data.cutmix(batch, targets, alpha=1.0)
 
     Source: Yun, Han, Oh, Chun, Choe, Yoo, "CutMix: Regularization Strategy to Train Strong
     Classifiers with Localizable Features", ICCV 2019.

@@ -16,13 +16,13 @@ Reader = Callable[..., Iterator[Any]]
 class Dataset:
     """The description of a dataset, ours or a user's own.
 
-    ```python
-    def read(directory, download):
-        train, test = torch.load(directory / "shapes.pt")  # (uint8 [N, 1, 16, 16], int64 [N])
-        return Images(*train), Images(*test)
+    Example::
 
-    shapes = Dataset((1, 16, 16), ("circle", "square"), read)
-    ```
+        def read(directory, download):
+            train, test = torch.load(directory / "shapes.pt")  # (uint8 [N, 1, 16, 16], int64 [N])
+            return sf.data.Images(*train), sf.data.Images(*test)
+
+        shapes = sf.data.Dataset((1, 16, 16), ("circle", "square"), read)
 
     Args:
         shape: shape of an image, (C, H, W), of a frame, (P, H, W), or (W,) for audio, or of a step

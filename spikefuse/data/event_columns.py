@@ -1,29 +1,44 @@
-"""Read the columns of events in an HDF5 file, in the process of spikefuse/isolated.py."""
+"""Find the columns of events in arrays of several layouts, and in HDF5 files.
+
+spikefuse/isolated.py runs this file in its process, so it does not import spikefuse.
+"""
 
 from collections.abc import Iterator
+from typing import Any
 
-import h5py
 import numpy as np
 
-# Groups or data sets that hold the columns, and names of these.
+# Groups or data sets of an HDF5 file that hold the columns, and names of these.
 PLACES = ("events", "CD/events")
-NAMES = (("x", "xs"), ("y", "ys"), ("p", "ps", "polarity", "on"), ("t", "ts", "timestamps"))
+NAMES = (
+    ("x", "xs"),
+    ("y", "ys"),
+    ("p", "ps", "polarity", "on"),
+    ("t", "ts", "timestamp", "timestamps"),
+)
 
 
-def read(file: h5py.File) -> Iterator[np.ndarray]:
-    """Yield x, y, p and t.
+def columns(place: Any) -> Iterator[np.ndarray]:
+    """Yield x, y, p and t, each of which may have one of several names.
+
+    Args:
+        place: an array with fields, or arrays by name.
 
     Raises:
-        ValueError: the file has no such columns.
+        ValueError: it has no such columns.
     """
-    place = next((file[name] for name in PLACES if name in file), file)
-    known = place.dtype.names or () if isinstance(place, h5py.Dataset) else place
+    kind = getattr(place, "dtype", None)
+    known = [*place] if kind is None else kind.names or ()
     for names in NAMES:
         name = next((name for name in names if name in known), None)
         if name is None:
-            raise ValueError(f"no {names[0]} among {', '.join(known)}")
-        column = place if isinstance(place, h5py.Dataset) else place[name]
-        kind = column.dtype[name] if column is place else column.dtype
-        if column.ndim != 1 or kind.kind not in "iubf":
-            raise ValueError(f"{name} is {kind} {list(column.shape)}, expected numbers [E]")
-        yield place[name] if column is place else column[()]
+            raise ValueError(f"it has no {names[0]} among {', '.join(known) or 'no names'}")
+        column = np.asarray(place[name])
+        if column.ndim != 1 or column.dtype.kind not in "iubf":
+            raise ValueError(f"{name} is {column.dtype} {list(column.shape)}, expected numbers [E]")
+        yield column
+
+
+def read(file: Any) -> Iterator[np.ndarray]:
+    """Yield the columns of an open `h5py.File`."""
+    return columns(next((file[name] for name in PLACES if name in file), file))

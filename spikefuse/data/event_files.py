@@ -6,14 +6,13 @@ import contextlib
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from spikefuse import isolated
 from spikefuse.data.aedat import read_aedat2, read_aedat3
+from spikefuse.data.event_columns import columns
 from spikefuse.data.evt21 import is_evt21, read_evt21
 from spikefuse.data.files import (
     DataError,
@@ -29,44 +28,36 @@ from spikefuse.data.recordings import Columns, Recording, check_memory, make_rec
 
 # Columns and rows of a sensor.
 Sensor = tuple[int, int]
-# Names of the columns in files of arrays and tables.
-NAMES = {
-    "x": ("x", "xs"),
-    "y": ("y", "ys"),
-    "p": ("p", "ps", "polarity", "on"),
-    "t": ("t", "ts", "timestamp", "timestamps"),
-}
 # Endings of files that faery decodes, and the layout of its events.
 FAERY = (".aedat4", ".raw", ".dat", ".es")
 EVENT = np.dtype([("t", "<u8"), ("x", "<u2"), ("y", "<u2"), ("p", "?")])
 DVS128 = (128, 128)
 
 
-def read_events(
-    path: Path,
-    sensor: str | None = None,
-    size: int | None = None,
-    reader: isolated.Reader | None = None,
-) -> Recording:
+def read_events(path: Path, sensor: str | None = None, size: int | None = None) -> Recording:
     """Read the recording in a file, with time from its first event.
 
     Args:
         path: in one of the formats of `event_folder`.
         sensor, size: as for `event_folder`.
-        reader: reads several files in one process.
 
     Raises:
         DataError: the file is missing or damaged, an event lies outside the sensor, the size of the
             sensor is unknown, a package is not installed, or the events need more memory than is
             free.
     """
-    (x, y, p, t), found = _decode(path, _parse(sensor), reader)
+    (x, y, p, t), found = _decode(path, _parse(sensor))
     check_memory(path, len(t))
     width, height = _known(path, found)
     if p.dtype.kind in "if":  # a decrease is -1 or 0
         p = np.where(p == -1, 0, p)
     if not len(t):
         raise damaged(path, "it has no event")
+    if sensor is not None and (x.max() >= width or y.max() >= height):
+        raise DataError(
+            f"{path} has an event at column {x.max():g} or row {y.max():g}, outside of the sensor "
+            f"{sensor}: give the size of the camera"
+        )
     whole = make_recording((x, y, p, t - t.min()), (2, height, width), path)
     return whole if size is None else _scaled(whole, size)
 
@@ -78,14 +69,14 @@ def sensor_of(path: Path, sensor: str | None = None) -> tuple[int, int]:
         DataError: as for `read_events`.
     """
     found = _parse(sensor)
-    width, height = _known(path, found or _decode(path, None, None)[1])
+    width, height = _known(path, found or _decode(path, None)[1])
     return height, width
 
 
 def _parse(sensor: str | None) -> Sensor | None:
     if sensor is None:
         return None
-    match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", sensor)
+    match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", str(sensor))
     if match is None:
         raise DataError(f"sensor is {sensor!r}: expected columns and rows, such as 346x260")
     return int(match[1]), int(match[2])
@@ -113,9 +104,7 @@ def _scaled(recording: Recording, size: int) -> Recording:
     return Recording(x[inside], y[inside], p, t, (2, size, size))
 
 
-def _decode(
-    path: Path, sensor: Sensor | None, reader: isolated.Reader | None
-) -> tuple[Columns, Sensor | None]:
+def _decode(path: Path, sensor: Sensor | None) -> tuple[Columns, Sensor | None]:
     """Return the events of a file, and the size of the sensor if it is known."""
     check_regular(path)
     check_memory(path)
@@ -130,16 +119,14 @@ def _decode(
         columns, found = read_evt21(path)
         return columns, sensor or found
     if ending in FAERY:
-        columns, found = _decode_by_faery(path, reader)
+        columns, found = _decode_by_faery(path)
         return columns, sensor or found
-    if ending in HDF5:
-        return _read_hdf5(path, reader), sensor
     return OTHERS[ending](path), sensor
 
 
-def _decode_by_faery(path: Path, reader: isolated.Reader | None) -> tuple[Columns, Sensor | None]:
+def _decode_by_faery(path: Path) -> tuple[Columns, Sensor | None]:
     packets, num_events, free = [np.zeros(0, EVENT)], 0, free_memory()
-    with contextlib.closing(read_isolated(path, "event_packets.py", "faery", reader)) as arrays:
+    with contextlib.closing(read_isolated(path, "event_packets.py", "faery")) as arrays:
         sensor = tuple(next(arrays).tolist())
         for array in arrays:
             packets.append(array.view(EVENT))
@@ -168,41 +155,32 @@ def read_saccades(path: Path) -> Columns:
     return x[is_event], y[is_event], high[is_event] >> 7, t[is_event]
 
 
-def _columns(path: Path, names: Collection[str], values: Callable[[str], Any]) -> Columns:
-    """Return the arrays of x, y, p and t, which may have one of several names."""
-    found = {column: next((n for n in own if n in names), None) for column, own in NAMES.items()}
-    if missing := [column for column, name in found.items() if name is None]:
-        raise damaged(path, f"it has no {missing[0]} among {', '.join(names) or 'no names'}")
-    arrays = [np.asarray(values(name)) for name in found.values() if name is not None]
-    if any(a.ndim != 1 or len(a) != len(arrays[0]) or a.dtype.kind not in "iubf" for a in arrays):
-        shapes = ", ".join(f"{a.dtype} {list(a.shape)}" for a in arrays)
-        raise damaged(path, f"x, y, p and t are {shapes}: expected numbers of one length")
-    x, y, p, t = arrays
+def _checked(path: Path, found: Iterable[np.ndarray]) -> Columns:
+    """Return x, y, p and t, which must have one length."""
+    x, y, p, t = found
+    if not len(x) == len(y) == len(p) == len(t):
+        lengths = ", ".join(str(len(column)) for column in (x, y, p, t))
+        raise damaged(path, f"x, y, p and t have {lengths} values: expected one length")
     return x, y, p, t
 
 
 def _read_numpy(path: Path) -> Columns:
     try:
         if path.suffix.lower() == ".npy":
-            array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-            return _columns(path, array.dtype.names or (), lambda name: array[name])
+            return _checked(path, columns(np.load(path, mmap_mode="r", allow_pickle=False)))
         with zipfile.ZipFile(path) as archive:
             if sum(entry.file_size for entry in archive.infolist()) > max_content(path):
                 raise ValueError("its content is too large")
         with np.load(path, allow_pickle=False) as arrays:
-            if arrays.files == ["events"]:
-                array = arrays["events"]
-                return _columns(path, array.dtype.names or (), lambda name: array[name])
-            return _columns(path, arrays.files, lambda name: arrays[name])
+            return _checked(path, columns(arrays.get("events", arrays)))
     except DataError:
         raise
     except Exception as error:  # a damaged header may raise anything
-        raise damaged(path, f"not arrays of NumPy: {error}") from error
+        raise damaged(path, f"not arrays of events: {error}") from error
 
 
-def _read_hdf5(path: Path, reader: isolated.Reader | None) -> Columns:
-    with contextlib.closing(read_isolated(path, "event_columns.py", "h5py", reader)) as columns:
-        return _columns(path, "xypt", dict(zip("xypt", columns, strict=True)).__getitem__)
+def _read_hdf5(path: Path) -> Columns:
+    return _checked(path, read_isolated(path, "event_columns.py", "h5py"))
 
 
 def _read_csv(path: Path) -> Columns:
@@ -212,20 +190,22 @@ def _read_csv(path: Path) -> Columns:
             names = [n.strip().lower().partition("@")[0] for n in header.split(",")]
             with warnings.catch_warnings(action="ignore"):  # of no data, reported below
                 table = np.loadtxt(file, delimiter=",", ndmin=2)
+        if table.shape[1] != len(names):
+            found = f"{table.shape[1]} columns, of which the first line names {len(names)}"
+            raise damaged(path, found)
+        return _checked(path, columns(dict(zip(names, table.T, strict=True))))
+    except DataError:
+        raise
     except ValueError as error:
-        if isinstance(error, DataError):
-            raise
-        raise damaged(path, f"not a table of numbers: {error}") from error
-    if table.shape[1] != len(names):
-        raise damaged(path, f"{table.shape[1]} columns, of which the first line names {len(names)}")
-    return _columns(path, names, lambda name: table[:, names.index(name)])
+        raise damaged(path, f"not a table of events: {error}") from error
 
 
-HDF5 = (".h5", ".hdf5")
 OTHERS: Mapping[str, Callable[[Path], Columns]] = {
     ".bin": read_saccades,
     ".npy": _read_numpy,
     ".npz": _read_numpy,
     ".csv": _read_csv,
+    ".h5": _read_hdf5,
+    ".hdf5": _read_hdf5,
 }
-ENDINGS = {".aedat", *FAERY, *HDF5, *OTHERS}
+ENDINGS = {".aedat", *FAERY, *OTHERS}

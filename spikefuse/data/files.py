@@ -161,8 +161,6 @@ def class_files(
 ) -> tuple[tuple[Path, ...], list[int]]:
     """List the files below the subfolder of each class, by class and name, and their labels.
 
-    Files whose names begin with a dot are left out.
-
     Args:
         folder: contains one subfolder per class.
         classes: names of the subfolders; labels number them.
@@ -175,13 +173,27 @@ def class_files(
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        inside = (path for path in (folder / name).rglob("*") if path.name[0] != ".")
-        own = sorted(path for path in inside if path.suffix.lower() in endings)
+        own = files_below(folder / name, endings)
         if not own:
             raise DataError(f"no {' or '.join(sorted(endings))} file in {folder / name}: {how}")
         files += own
         labels += [label] * len(own)
     return tuple(files), labels
+
+
+def files_below(folder: Path, endings: Collection[str]) -> list[Path]:
+    """List the files below a folder by name, without what programs hide by a dot in front.
+
+    Args:
+        folder: of the files.
+        endings: suffixes of the files, in lower case.
+    """
+    files: list[Path] = []
+    for place, inner, names in os.walk(folder):
+        inner[:] = [name for name in inner if name[0] != "."]
+        paths = [Path(place, name) for name in names if name[0] != "."]
+        files += [path for path in paths if path.suffix.lower() in endings]
+    return sorted(files)
 
 
 @contextlib.contextmanager
@@ -300,9 +312,7 @@ def not_installed(reader: str, package: str, extra: str) -> DataError:
     )
 
 
-def read_isolated(
-    path: Path, program: str, library: str, reader: isolated.Reader | None = None
-) -> Generator[np.ndarray]:
+def read_isolated(path: Path, program: str, library: str) -> Generator[np.ndarray]:
     """Yield the arrays that a program beside this file reads from a file; see `isolated.arrays`.
 
     Raises:
@@ -312,7 +322,7 @@ def read_isolated(
         raise not_installed(path.name, library, "events")
     check_regular(path)
     try:
-        yield from isolated.arrays(Path(__file__).with_name(program), library, path, reader)
+        yield from isolated.arrays(Path(__file__).with_name(program), library, path)
     except OSError as error:  # such as of starting the process
         raise DataError(f"cannot read {path}: {error}") from error
     except ValueError as error:

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from spikefuse.data.dataset import Dataset
 from spikefuse.data.files import DataError, check_regular, find_folder, not_installed
+from spikefuse.data.frames import whole_number
 from spikefuse.data.images import Images, Index
 from spikefuse.data.listing import list_files
 
 PAGE = "https://www.image-net.org/download.php"
 TINY_PAGE = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
-ENDINGS = {".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm"}
+ENDINGS = {".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff"}
 # Formats of Pillow that are read, whatever the name of a file: others start programs (EPS).
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
 # Shorter side before the crop, relative to the crop.
@@ -35,6 +36,14 @@ MAX_ASPECT = 100
 @dataclass(frozen=True)
 class ImageFolder:
     """Labelled image files; only names and labels are in memory.
+
+    Example::
+
+        from pathlib import Path
+
+        files = Path("a.png"), Path("b.png")
+        photos = sf.data.ImageFolder(files, torch.tensor([0, 1]), (3, 64, 64))
+        pixels = photos[:1].pixels  # of a.png, which is read now
 
     Args:
         files: one per image.
@@ -86,10 +95,10 @@ def image_folder(
 ) -> Dataset:
     """Describe the images in a folder, with the names of its subfolders as classes.
 
-    ```python
-    photos = sf.data.image_folder("photos", size=64)
-    training, test = sf.data.load(photos)
-    ```
+    Example::
+
+        photos = sf.data.image_folder("photos", size=64)
+        training, test = sf.data.load(photos)
 
     The folder holds one folder per class, or `train` with `val`, `test` or both, which hold one
     each. Without these, a fifth of each class, drawn by `seed`, is for the test; without `test`,
@@ -111,6 +120,7 @@ def image_folder(
         DataError: the folder is missing, has fewer than two classes or a class without images, its
             parts differ in classes, `size` is not positive, or Pillow is not installed.
     """
+    size = whole_number("size", size)
     if size < 1:
         raise DataError(f"size is {size}: expected at least 1")
     classes, parts = list_files(Path(path).expanduser(), ENDINGS, seed)

@@ -42,6 +42,12 @@ def whole_number(name: str, value: Any) -> int:
 class Slicing:
     """How a recording is cut into frames.
 
+    Example::
+
+        recording = sf.data.Recording([3, 5], [0, 7], [1, 0], [10, 7_500], size=(2, 34, 34))
+        slicing = sf.data.Slicing("duration", num_steps=20, dt=5_000)  # microseconds
+        frames = sf.data.to_frames(recording, slicing)  # the events are in frames 0 and 1
+
     Args:
         by: "number": T frames of E // T events each, the remainder in the last; this is SBE,
             stacking based on the number of events (Wang et al., "Event-based High Dynamic Range
@@ -103,6 +109,11 @@ def to_frames(events: Recording | Sound, slicing: Slicing) -> np.ndarray:
 
     Of a sound, a slice is a frame of its log-mel spectrogram, which begins with the slice.
 
+    Example::
+
+        recording = sf.data.Recording([3, 5], [0, 7], [1, 0], [10, 250], size=(2, 34, 34))
+        frames = sf.data.to_frames(recording, sf.data.Slicing("number", 2))  # [2, 2, 34, 34]
+
     Args:
         events: the recording.
         slicing: how time is cut; of a sound, by "duration".
@@ -134,6 +145,11 @@ def time_surface(events: Recording, slicing: Slicing, tau: int = 50_000) -> np.n
     With the time T of the last event at a site so far and the time e of the last event in a slice,
     of this and the ones before, the value is exp(-(e - T) / tau), and 0 without an event.
 
+    Example::
+
+        recording = sf.data.Recording([3, 5], [0, 7], [1, 0], [10, 250], size=(2, 34, 34))
+        surface = sf.data.time_surface(recording, sf.data.Slicing("time", 4), tau=1_000)
+
     Source: Lagorce, Orchard, Galluppi, Shi, Benosman, "HOTS: A Hierarchy of Event-Based
     Time-Surfaces for Pattern Recognition", IEEE TPAMI 39(7), 2017.
 
@@ -163,6 +179,11 @@ def voxel_grid(events: Recording, num_steps: int) -> np.ndarray:
 
     With the first and last time t_0 and t_E, an event at t lies at u = (T - 1) (t - t_0) /
     (t_E - t_0), and adds max(0, 1 - |k - u|) to step k. Polarities are apart.
+
+    Example::
+
+        recording = sf.data.Recording([3, 5], [0, 7], [1, 0], [10, 250], size=(2, 34, 34))
+        grid = sf.data.voxel_grid(recording, num_steps=5)  # [5, 2, 34, 34]
 
     Source: Zhu, Yuan, Chaney, Daniilidis, "Unsupervised Event-based Learning of Optical Flow,
     Depth, and Egomotion", CVPR 2019.
@@ -258,6 +279,12 @@ def unpack(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
 class Frames:
     """Labelled sequences of frames, in packed form.
 
+    Example::
+
+        counts = torch.randint(4, (100, 10, 2 * 34 * 34), dtype=torch.uint8)
+        frames = sf.data.Frames(counts, torch.randint(10, (100,)), (2, 34, 34), bits=8)
+        x = sf.data.expand(frames[:8])  # float32 [10, 8, 2, 34, 34]
+
     Args:
         packed: uint8 `[B, T, S]`, in memory or memory-mapped.
         labels: int64 `[B]`.
@@ -312,6 +339,11 @@ class Frames:
 
 def expand(batch: Examples, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert a batch to a network's input, on the device of the batch.
+
+    Example::
+
+        train, _ = sf.data.load("digits")
+        x = sf.data.expand(train[:32])  # [32, 1, 8, 8], from 0 to 1
 
     Args:
         batch: `Frames` or `Series` of B examples, or `Images`.

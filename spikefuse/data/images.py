@@ -57,6 +57,12 @@ def check_lengths(name: str, values: Tensor, labels: Tensor) -> None:
 class Images:
     """Labelled images as bytes.
 
+    Example::
+
+        pixels = torch.randint(256, (100, 3, 32, 32), dtype=torch.uint8)
+        images = sf.data.Images(pixels, torch.randint(10, (100,)))
+        batch = images[:32]
+
     Args:
         pixels: uint8 `[N, C, H, W]`, 0 to 255.
         labels: classes int64 `[N]`, or values float32 `[N, K]`; with a target for each time step,
@@ -108,6 +114,11 @@ class Series(Images):
 @dataclass(frozen=True)
 class Subset:
     """Rows of a larger dataset, which is read when they are indexed.
+
+    Example::
+
+        train, _ = sf.data.load("digits")
+        zeros = sf.data.Subset(train, (train.labels == 0).nonzero().squeeze(1))
 
     Args:
         whole: the larger dataset.

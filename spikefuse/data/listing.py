@@ -105,7 +105,7 @@ def _list(
             f"{folder} has no folder per class: move its files into folders named after their "
             "class, or list them in labels.csv, with the columns file and label"
         )
-    files, labels = class_files(folder, classes, endings, "every class needs at least one")
+    files, labels = class_files(folder, classes, endings, "add one, or remove the folder")
     return classes, Files(files, np.array(labels))
 
 
@@ -119,21 +119,22 @@ def _read_table(
 ) -> list[tuple[Path, str]]:
     """Read rows with a file, its class, and perhaps further columns."""
     text = read_bytes(path, TABLE_BYTES).decode("utf-8-sig", "replace")
-    known_as = "a class" if known is None else "one of the training classes"
     rows: list[tuple[Path, str]] = []
     try:
         for number, row in enumerate(csv.reader(text.splitlines(), delimiter=delimiter), 1):
             name, label = (*row, "", "")[:2]
             if number == 1 and name == "file":
                 continue
-            file = folder / name
-            inside = ".." not in file.parts and file.is_relative_to(folder) and file.is_file()
-            if not inside or not label or label not in (known or [label]):
-                problem = f"line {number}: expected a file in {folder} and {known_as}"
-                raise damaged(path, problem)
+            file, at = folder / name, f"{path}, line {number}"
+            if ".." in file.parts or not file.is_relative_to(folder) or not file.is_file():
+                hint = ", or name the columns file and label" if number == 1 else ""
+                raise DataError(f"{at}: {name!r} is not a file in {folder}: correct it{hint}")
+            if not label or label not in (known or [label]):
+                such = f" of training, such as {known[0]}" if known else ""
+                raise DataError(f"{at}: {label!r} is not a class{such}: correct it")
             rows.append((file, label))
     except csv.Error as error:
         raise damaged(path, f"not a table: {error}") from error
     if not rows:
-        raise damaged(path, "it lists no file")
+        raise DataError(f"{path} lists no file: add rows of a file and its class")
     return rows

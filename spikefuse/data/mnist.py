@@ -62,6 +62,10 @@ FASHION_MNIST = DownloadSource(
 def read_idx(path: str | os.PathLike[str], limit: int | None = None) -> np.ndarray:
     """Read an IDX file, gzip-compressed or not, whatever its name.
 
+    Example::
+
+        pixels = sf.data.read_idx("t10k-images-idx3-ubyte.gz")  # uint8 [10000, 28, 28]
+
     Args:
         path: of the file.
         limit: most bytes of the elements; by default 1 GiB, or the file's size if larger.

@@ -34,10 +34,10 @@ def event_folder(
 ) -> Dataset:
     """Describe the recordings in a folder, with the names of its subfolders as classes.
 
-    ```python
-    recordings = sf.data.event_folder("recordings", num_steps=16)
-    training, test = sf.data.load(recordings)
-    ```
+    Example::
+
+        recordings = sf.data.event_folder("recordings", num_steps=16)
+        training, test = sf.data.load(recordings)
 
     Folders, tables of labels and the split are as for `image_folder`. A file holds one recording,
     in AEDAT 2.0 (of a DVS128), 3.1 or 4 (.aedat, .aedat4), Prophesee's EVT 2, 2.1, 3 (.raw) or DAT
@@ -69,9 +69,9 @@ def event_folder(
     shape = (2, height, width)
 
     def read_all(files: Sequence[Path]) -> Iterator[Recording]:
-        with isolated.Reader() as reader:
+        with isolated.one_process():
             for file in files:
-                recording = read_events(file, sensor, size, reader)
+                recording = read_events(file, sensor, size)
                 if recording.size != shape:
                     _, rows, columns = recording.size
                     raise DataError(

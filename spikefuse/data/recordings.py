@@ -10,11 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spikefuse.data.files import DataError, damaged, free_memory
 from spikefuse.data.sound import Sound
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 # Microseconds, about 12 days: longer than any recording.
 TIME_LIMIT = 2**40
@@ -29,6 +33,11 @@ Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 @dataclass(frozen=True)
 class Recording:
     """The events of one recording, in temporal order, as arrays or lists.
+
+    Example::
+
+        recording = sf.data.Recording([3, 5], [0, 7], [1, 0], [10, 250], size=(2, 34, 34))
+        first = recording.x[0], recording.y[0]
 
     Args:
         x: column, or unit of an audio recording, `[E]`.
@@ -47,6 +56,12 @@ class Recording:
     p: np.ndarray
     t: np.ndarray
     size: tuple[int, ...]
+
+    if TYPE_CHECKING:  # lists become arrays
+
+        def __init__(
+            self, x: ArrayLike, y: ArrayLike, p: ArrayLike, t: ArrayLike, size: tuple[int, ...]
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         for name in "xypt":

@@ -203,6 +203,11 @@ def read_file(dataset: str | Dataset, path: str | Path, **transform: Any) -> Ite
     black. Event files must have the dataset's own format. A file of DVS128 Gesture is split into
     the gestures listed in the table beside it, `<stem>_labels.csv`; without one it is one gesture.
 
+    Example::
+
+        (image,) = sf.data.read_file("mnist", "three.png")  # uint8 [1, 28, 28]
+        frames = [*sf.data.read_file("nmnist", "recording.bin", num_steps=16)]
+
     Args:
         dataset: one of `DATASETS`, or a description.
         path: the file.

@@ -29,6 +29,13 @@ MAX_BYTES = 1 << 24  # of a file; those of the data set have 32,044 at most
 class Sound:
     """A recording of one microphone.
 
+    Example::
+
+        import numpy as np
+
+        sound = sf.data.Sound(np.zeros(16_000, np.int16))  # a second of silence
+        levels = sound.levels(num_steps=100, dt=10_000, bits=8)  # [100, 40]
+
     Args:
         samples: int16 `[N]`, at 16 kHz.
     """
@@ -60,6 +67,10 @@ def log_mel(samples: Tensor, num_steps: int, dt: int = 10_000, num_mels: int = N
     F are triangles of height 1, whose corners are equally spaced on the mel scale
     2595 log10(1 + f / 700) from 20 Hz to 8 kHz. A sine of amplitude 1 thus has about 0 dB in
     the band at its frequency. Samples after the end are 0.
+
+    Example::
+
+        decibels = sf.data.log_mel(torch.rand(16_000) - 0.5, num_steps=100)  # [100, 40]
 
     Sources: Davis and Mermelstein, "Comparison of Parametric Representations for Monosyllabic Word
     Recognition in Continuously Spoken Sentences", IEEE TASSP 28(4), 1980, for the bands;

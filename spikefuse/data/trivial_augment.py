@@ -36,6 +36,11 @@ def trivial_augment(batch: Tensor, generator: torch.Generator | None = None) -> 
     solarization, stretched contrast and equalized histograms. They compute what Pillow does, up to
     rounding. Unlike RandAugment, there is nothing to tune.
 
+    Example::
+
+        batch = torch.randint(256, (32, 3, 32, 32), dtype=torch.uint8)
+        batch = sf.data.trivial_augment(batch)
+
     Source: Müller and Hutter, "TrivialAugment: Tuning-free Yet State-of-the-Art Data Augmentation",
     ICCV 2021.
 

@@ -20,6 +20,10 @@ SPLIT_NEURONS, SPLIT_LAYERS = 1471, (2, 3, 4, 5)
 def split_widths(num_layers: int, scale: int = 2) -> tuple[int, ...]:
     """Return the layer widths when 1471 * `scale` neurons are split evenly, rounded down.
 
+    Example::
+
+        net = sf.models.mlp(sf.LIF, 1, 10, (28, 28), hidden=sf.models.split_widths(3))
+
     Args:
         num_layers: 2 to 5.
         scale: at least 1.
@@ -47,6 +51,11 @@ def mlp(
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 
+    Example::
+
+        net = sf.Temporal(sf.models.mlp(sf.LIF, 1, 10, (28, 28), hidden=(128,)))
+        logits = net(torch.rand(4, 2, 784)).mean(0)  # [2, 10] of 4 steps
+
     Args:
         neuron, in_channels, num_classes, size: see `spikefuse.models`.
         hidden: neurons of each hidden layer.
@@ -68,6 +77,14 @@ def event_mlp(
     """Build a perceptron of `EventLinear` layers for spikes: `Events`, or zeros and ones.
 
     Shapes: `[B, C H W]`, or `Events` with as many sites, to `[B, num_classes]`.
+
+    Example::
+
+        def neuron():
+            return sf.LIF(0.95, surrogate=sf.surrogate.FastSigmoid(cutoff=-0.1))
+
+        net = sf.Temporal(sf.models.event_mlp(neuron, 1, 10, (28, 28), hidden=(128,)))
+        logits = net((torch.rand(4, 2, 784) < 0.01).float()).mean(0)  # [2, 10] of 4 steps
 
     Args:
         neuron, in_channels, num_classes, size: see `spikefuse.models`; the surrogate of `neuron`

@@ -41,6 +41,11 @@ def conv(neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size) -> 
 
     The stages have 32 and 64 channels. Shapes: `[B, C, H, W]` to `[B, num_classes]`.
 
+    Example::
+
+        net = sf.Temporal(sf.models.conv(sf.LIF, 1, 10, (28, 28)))
+        logits = net(torch.rand(4, 2, 1, 28, 28)).mean(0)  # [2, 10] of 4 steps
+
     Args:
         neuron, in_channels, num_classes, size: see `spikefuse.models`.
 
@@ -70,6 +75,10 @@ def vgg(
     A pooling halves the size, rounded up.
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
+
+    Example::
+
+        net = sf.Temporal(sf.models.vggsnn(sf.LIF, 2, 10, (48, 48)))
 
     Args:
         stages: channels of the convolutions.
@@ -116,6 +125,10 @@ def plain(
     """Build a stack of 3 x 3 convolutions and linear layers, each with batch norm and neuron.
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
+
+    Example::
+
+        net = sf.Temporal(sf.models.cifar_small(sf.LIF, 3, 10, (32, 32)))
 
     Args:
         stack: the layers.

@@ -72,6 +72,10 @@ def qkformer(
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 
+    Example::
+
+        net = sf.Temporal(sf.models.qkformer(sf.LIF, 3, 10, (32, 32), channels=192))
+
     Args:
         neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
         depths: blocks of the three stages. The first two have `TokenAttention`, the last has

@@ -72,6 +72,11 @@ def recurrent(
 
     Shapes: `[B, C, H, W]`, or `[B, C H W]`, to `[B, num_classes]`, for any channels and size.
 
+    Example::
+
+        net = sf.Temporal(sf.models.recurrent(sf.AdLIF, 700, 20, (1, 1), hidden=(128,)))
+        logits = net(torch.rand(10, 2, 700)).mean(0)  # [2, 20] of 10 steps
+
     Args:
         neuron, in_channels, num_classes, size: see `spikefuse.models`.
         hidden: neurons of each hidden layer.

@@ -120,6 +120,11 @@ def resnet(
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 
+    Example::
+
+        net = sf.Temporal(sf.models.resnet18(sf.LIF, 3, 10, (32, 32), stem="cifar"))
+        logits = net(torch.rand(2, 4, 3, 32, 32)).mean(0)  # [4, 10] of 2 steps
+
     Args:
         depth: 18 or 34, or 50, which has bottlenecks.
         neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
@@ -153,6 +158,10 @@ def ms_resnet(
 
     Where the shape changes, a block is `shortcut(s) + branch(s)` with `s = neuron(x)`. Shapes:
     `[B, C, H, W]` to `[B, num_classes]`.
+
+    Example::
+
+        net = sf.Temporal(sf.models.ms_resnet18(sf.LIF, 3, 10, (32, 32), stem="cifar"))
 
     Args:
         depth: 18, 34, or 104, whose shortcuts average 2 x 2 pixels before a projection.

@@ -48,6 +48,10 @@ def sew_resnet(
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 
+    Example::
+
+        net = sf.Temporal(sf.models.sew_resnet18(sf.LIF, 3, 10, (32, 32), stem="cifar"))
+
     Args:
         depth: 18 or 34, or 50, 101 or 152, which have bottlenecks.
         neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.

@@ -65,6 +65,10 @@ def sdt(
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 
+    Example::
+
+        net = sf.Temporal(sf.models.sdt(sf.LIF, 3, 10, (32, 32), channels=256))
+
     Args:
         neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
         depth: encoder blocks.
@@ -104,6 +108,10 @@ def sdt_v2(
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size; tokens have 16 x 16
     pixels.
+
+    Example::
+
+        net = sf.Temporal(sf.models.sdt_v2_15m(sf.LIF, 3, 10, (64, 64)))
 
     Args:
         neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.

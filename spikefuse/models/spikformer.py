@@ -93,6 +93,10 @@ def spikformer(
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 
+    Example::
+
+        net = sf.Temporal(sf.models.spikformer(sf.LIF, 3, 10, (32, 32), depth=2))
+
     Args:
         neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
         depth: encoder blocks.

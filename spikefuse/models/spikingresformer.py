@@ -84,6 +84,10 @@ def spikingresformer(
     Shapes: `[B, C, H, W]` to `[B, num_classes]`. H and W are at least 16 with the stem for
     ImageNet, otherwise 4.
 
+    Example::
+
+        net = sf.Temporal(sf.models.spikingresformer_ti(sf.LIF, 3, 10, (64, 64)))
+
     Args:
         neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
         channels: channels of the three stages, multiples of 64, the channels of a head.

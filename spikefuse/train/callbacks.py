@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from spikefuse.data import Examples
@@ -31,7 +30,6 @@ SAVE_SECONDS = 600.0
 # Steps after which several processes agree on whether to stop.
 AGREE_EVERY_STEPS = 10
 METRICS = "metrics.csv"
-TENSORBOARD = "tensorboard"
 
 
 class ProgressReporter(Callback):
@@ -89,43 +87,37 @@ class ProgressReporter(Callback):
 
 
 class MetricsWriter(Callback):
-    """Write TensorBoard logs, and a CSV file with one row per epoch since the start of the run."""
+    """Log the loss of steps, and of epochs what is measured here; write a CSV file with one row per
+    epoch since the start of the run.
+
+    The module itself logs its metrics.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def on_train_start(self, *_: Any) -> None:
-        self.writer = SummaryWriter(str(self.directory / TENSORBOARD))
-
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any
     ) -> None:
-        step = trainer.global_step
-        if step % LOG_EVERY_STEPS == 0:
-            self.writer.add_scalar("loss/step", outputs["loss"].item(), step)
+        if trainer.global_step % LOG_EVERY_STEPS == 0:
+            self._log(trainer, {"step_loss": outputs["loss"].item()})
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         row = module.history[-1]
-        row["lr"] = float(f"{float(trainer.optimizers[0].param_groups[0]['lr']):.6g}")
+        rate = float(f"{float(trainer.optimizers[0].param_groups[0]['lr']):.6g}")
         examples = trainer.datamodule.validation  # type: ignore[attr-defined]
-        row.update(firing(module, examples[: min(OBSERVED, len(examples))]))
-        for name, value in row.items():
-            stage, _, quantity = name.partition("_")
-            tag = f"{quantity}/{stage}" if stage in ("train", "val") else name
-            if name not in ("epoch", "step"):
-                self.writer.add_scalar(tag, value, int(row["step"]))
+        measured = {"lr": rate, **firing(module, examples[: min(OBSERVED, len(examples))])}
+        self._log(trainer, measured)
+        row.update(measured)
         with replacing(self.directory / METRICS) as path, path.open("w", newline="") as file:
             names = dict.fromkeys(name for row in module.history for name in row)
             table = csv.DictWriter(file, names)
             table.writeheader()
             table.writerows(module.history)
 
-    def on_train_end(self, *_: Any) -> None:
-        if hasattr(self, "writer"):
-            self.writer.close()
-
-    def on_exception(self, *_: Any) -> None:
-        self.on_train_end()
+    def _log(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, trainer.global_step)
 
 
 def firing(module: Any, examples: Examples) -> dict[str, float]:

@@ -22,7 +22,7 @@ import torch
 
 import spikefuse
 from spikefuse.data import DataError
-from spikefuse.train import output, own
+from spikefuse.train import output
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.parser import USER_ERROR, make_parser
@@ -108,7 +108,7 @@ def _train(arguments: argparse.Namespace) -> int:
     config = TrainConfig(**given)  # reports errors before the slow imports
     if _main_process():
         output.show(f"spikefuse {spikefuse.__version__}, PyTorch {torch.__version__}: starting")
-    from spikefuse.train import checkpoint, run
+    from spikefuse.train import checkpoint, folder, run
     from spikefuse.train.processes import PeerLost
     from spikefuse.train.signals import RunInterrupted
 
@@ -123,7 +123,11 @@ def _train(arguments: argparse.Namespace) -> int:
         run.train(config, options, resumed)
     except RunInterrupted as stop:
         if _main_process():
-            output.complain(_how_to_resume(stop.checkpoint, arguments, own.options(config)))
+            saved = "stopped before anything was saved"
+            if (last := stop.checkpoint) is not None:
+                command = f"{_program()} train {folder.resuming(last, config, options)}"
+                saved = f"stopped; saved {last}; resume with:\n  {command}"
+            output.complain(saved)
         return 128 + stop.signum
     except PeerLost as loss:
         print(f"spikefuse train: {loss}", file=sys.stderr, flush=True)
@@ -221,9 +225,10 @@ def _export(arguments: argparse.Namespace) -> int:
 
     path = checkpoint.in_folder(arguments.checkpoint, checkpoint.BEST)
     network = predict.load(path, model=arguments.model, dataset=arguments.dataset)
-    suffix = "-step" if arguments.step else ""
+    options = {name: getattr(arguments, name) for name in ("step", "dt", "int8")}
+    suffix = "-int8" * arguments.int8 + "-step" * arguments.step
     out = _beside(path, arguments, f"{path.stem}{suffix}.{arguments.format}")
-    text = export.export(network, arguments.format, out, step=arguments.step, dt=arguments.dt)
+    text = export.export(network, arguments.format, out, **options)
     output.write(f"wrote {out}\n{text}")
     return 0
 
@@ -253,30 +258,15 @@ def _own_names(arguments: argparse.Namespace) -> dict[str, str | None]:
     return {"model": arguments.model, "dataset": arguments.dataset}
 
 
-def _how_to_resume(
-    checkpoint: Path | None, arguments: argparse.Namespace, options: list[str]
-) -> str:
-    if checkpoint is None:
-        return "stopped before anything was saved"
-    command = [*_program(), "train", "--resume", str(checkpoint), *options]
-    if arguments.device != "auto":
-        command += ["--device", arguments.device]
-    if arguments.logger is not None:
-        command += ["--logger", arguments.logger]
-    if arguments.data_dir is not None:
-        command += ["--data-dir", str(arguments.data_dir)]
-    return f"stopped; saved {checkpoint}; resume with:\n  {shlex.join(command)}"
-
-
 def _main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _program() -> list[str]:
+def _program() -> str:
     """Return the command that started this program, for the user to repeat."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return ["torchrun", "--nproc_per_node", os.environ["LOCAL_WORLD_SIZE"], "-m", "spikefuse"]
+        return f"torchrun --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} -m spikefuse"
     called = sys.argv[0]
     if Path(called).name == "__main__.py":
-        return [sys.executable, "-m", "spikefuse"]
-    return ["spikefuse" if shutil.which("spikefuse") == called else called]
+        return f"{shlex.quote(sys.executable)} -m spikefuse"
+    return "spikefuse" if shutil.which("spikefuse") == called else shlex.quote(called)

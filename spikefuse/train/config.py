@@ -32,9 +32,7 @@ from spikefuse.train.fields import (
     choice,
     flag,
     number,
-    of_checkpoint,
-    of_files,
-    text,
+    option,
     up_to,
 )
 from spikefuse.train.tasks import CRITERIA, TASKS, Task
@@ -43,6 +41,11 @@ from spikefuse.train.tasks import CRITERIA, TASKS, Task
 @dataclass(frozen=True)
 class TrainConfig:
     """All settings that determine the result of a run.
+
+    Example::
+
+        config = sf.train.TrainConfig(dataset="mnist", model="resnet18", num_steps=4)
+        net = config.make_network()  # a Temporal
 
     Raises:
         ConfigError: a value has the wrong type, is out of range, or conflicts with another.
@@ -87,8 +90,8 @@ class TrainConfig:
         int,
     )
     grey: bool = flag(False, "read images in grey; folder, imagenet and tiny_imagenet", "no")
-    sensor: str | None = text(
-        None, "events: columns and rows of the camera, such as 346x260", "the files' own"
+    sensor: str | None = option(
+        None, "events: columns and rows of the camera, such as 346x260", str, "the files' own"
     )
     num_steps: int = number(
         None,
@@ -284,9 +287,10 @@ class TrainConfig:
         False, "synchronize batch norm statistics across GPUs, under torchrun", "no"
     )
 
-    classes: tuple[str, ...] | None = of_files()
-    shape: tuple[int, ...] | None = of_files()
-    converted: bool | None = of_checkpoint()
+    # No options: the files of a dataset determine the first two, and a checkpoint the last.
+    classes: tuple[str, ...] | None = option(None, "", tuple)
+    shape: tuple[int, ...] | None = option(None, "", tuple)
+    converted: bool | None = option(None, "", bool)
 
     def __post_init__(self) -> None:
         for setting in own.REGISTRIES:
@@ -409,7 +413,16 @@ class TrainConfig:
         if self.on_events:
             options = {"capacity": self.capacity, "overflow": self.overflow}
         build = MODELS[self.model]
-        net = build(self.make_neuron, channels, len(dataset.classes), (height, width), **options)
+        try:
+            net = build(
+                self.make_neuron, channels, len(dataset.classes), (height, width), **options
+            )
+        except ValueError as error:
+            if own.is_reference(self.model):  # whose traceback helps
+                raise
+            raise ConfigError(
+                f"model is {self.model}, but {self.dataset} does not suit it: {error}"
+            ) from error
         own.check_network(self.model, net)
         if self.channels_last is not False:  # None in older checkpoints
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -35,11 +35,12 @@ def _task_conflicts(config: TrainConfig) -> Iterator[str]:
     if config.criterion != "cross-entropy":
         yield from _given(config, f"criterion is {config.criterion}", "label_smoothing")
     elif len(dataset.classes) == 1:
-        yield f"{config.dataset} has one class: add another, or choose a task with values"
+        yield f"{config.dataset} has one class: add another, or choose task regression"
 
 
 def _data_conflicts(config: TrainConfig) -> Iterator[str]:
     dataset = config.data
+    slicing = config.slicing or dataset.transform.get("by")
     for name in ("size", "grey", "sensor"):
         if name not in dataset.transform:
             yield from _given(config, f"{config.dataset} has no such option", name)
@@ -68,8 +69,8 @@ def _data_conflicts(config: TrainConfig) -> Iterator[str]:
     else:
         if dataset.scale != 1:
             yield from _given(config, f"{config.dataset} holds levels, not events", "drop_events")
-        if config.frames == "voxel_grid" and config.slicing != "time":
-            yield f"frames is voxel_grid, but slicing is {config.slicing}: choose time"
+        if config.frames == "voxel_grid" and slicing != "time":
+            yield f"frames is voxel_grid, but slicing is {slicing}: choose time"
     if config.trivial_augment and dataset.shape[0] not in (1, 3):
         yield f"trivial_augment is given, but {config.dataset} is neither grey nor RGB: remove it"
     side = min(dataset.shape[-2:])
@@ -80,7 +81,6 @@ def _data_conflicts(config: TrainConfig) -> Iterator[str]:
             f"cutout is {config.cutout}: expected less than the {side} rows or columns of "
             f"{config.dataset}"
         )
-    slicing = config.slicing or dataset.transform.get("by")
     if config.slice_us is not None and slicing != "duration":
         yield f"slice_us is given, but slicing is {slicing}: remove it, or choose duration"
     if config.slice_events is not None and slicing != "events":

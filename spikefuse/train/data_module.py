@@ -95,7 +95,7 @@ class DataModule(pl.LightningDataModule):
         if config.batch_size > len(self.training):
             raise ConfigError(
                 f"batch_size is {config.batch_size}: {config.dataset} has only "
-                f"{len(self.training)} training samples"
+                f"{len(self.training)} training samples: choose at most that many"
             )
         self._ready = True
 

@@ -19,18 +19,22 @@ from spikefuse.train.predict import TrainedNetwork
 from spikefuse.transforms.export import exportable
 from spikefuse.transforms.nir_layers import package
 from spikefuse.transforms.nir_write import to_nir
+from spikefuse.transforms.quantize import quantize
 
 #: Seconds of a time step in NIR, as SpikingJelly and snnTorch write it.
 NIR_DT = 1e-4
 
 
-def export(network: TrainedNetwork, form: str, path: Path, *, step: bool, dt: float | None) -> str:
+def export(
+    network: TrainedNetwork, form: str, path: Path, *, step: bool, dt: float | None, int8: bool
+) -> str:
     """Write a trained network to a file, and return a description of its inputs and outputs.
 
     Args:
         form: onnx, pt2 (torch.export) or nir.
         step: see `spikefuse.exportable`; without it, preprocessing and mean over time are included.
         dt: of NIR, see `spikefuse.to_nir`; None for `NIR_DT`.
+        int8: round the weights of `network` to 8 bits, see `spikefuse.quantize`.
 
     Raises:
         ConfigError: an option does not apply to the format, or the network cannot be exported.
@@ -39,6 +43,8 @@ def export(network: TrainedNetwork, form: str, path: Path, *, step: bool, dt: fl
     config = network.config
     if step and form == "nir":
         raise ConfigError("--step is given, but NIR describes neurons without steps: remove it")
+    if int8 and form == "nir":
+        raise ConfigError("--int8 is given, but weights in NIR are floats: remove it")
     if dt is not None and form != "nir":
         raise ConfigError(f"--dt is given, but {form} has no time constants: remove it")
     if config.encoding == "poisson" and form != "nir" and not step:
@@ -55,6 +61,9 @@ def export(network: TrainedNetwork, form: str, path: Path, *, step: bool, dt: fl
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # hints of exporters, and so are those of logging
             logging.disable(logging.WARNING)
+            if int8:
+                x: Any = batches.encode(inputs, config)
+                network.net = quantize(network.net, x, states=None)
             if form == "nir":
                 return _write_nir(network, inputs, path, NIR_DT if dt is None else dt)
             return _write_program(network, inputs, path, form, step)

@@ -37,46 +37,33 @@ def up_to(high: float) -> Allowed:
     return f"a {{}} above 0, at most {high:g}", lambda value: 0 < value <= high
 
 
-def number(
-    default: Any, help: str, allowed: Allowed, shown: str | None = None, kind: type = float
-) -> Any:
-    """Return a field for a number.
+def option(default: Any, help: str, kind: type, shown: str = "", allowed: Any = None) -> Any:
+    """Return a field for a value.
 
     Args:
+        help: of the option on the command line; without it, the field is no option.
+        kind: type of a value other than None.
         shown: what `--help` prints as the default, if it is not `default`.
-        kind: type of the number if `default` is None.
+        allowed: of numbers an `Allowed`, of text the choices, which are read when a value is
+            checked, or None for any.
     """
-    kind = kind if default is None else type(default)
-    return field(default=default, metadata=describe(help, kind, shown or str(default), allowed))
+    about = {"help": help, "kind": kind, "shown": shown or str(default), "allowed": allowed}
+    return field(default=default, metadata=about)
+
+
+def number(default: Any, help: str, allowed: Allowed, shown: str = "", kind: type = float) -> Any:
+    """Return a field for a number, whose type is `kind` if `default` is None."""
+    return option(default, help, kind if default is None else type(default), shown, allowed)
 
 
 def choice(default: str | None, help: str, choices: Collection[str], shown: str = "") -> Any:
-    """Return a field for one of `choices`, which are read when a value is checked."""
-    return field(default=default, metadata=describe(help, str, shown or str(default), choices))
-
-
-def text(default: str | None, help: str, shown: str) -> Any:
-    """Return a field for any text."""
-    return field(default=default, metadata=describe(help, str, shown))
+    """Return a field for one of `choices`."""
+    return option(default, help, str, shown, choices)
 
 
 def flag(default: bool | None, help: str, shown: str) -> Any:
     """Return a field for a boolean."""
-    return field(default=default, metadata=describe(help, bool, shown))
-
-
-def of_files() -> Any:
-    """Return a field for what the files of a dataset determine, which is no option."""
-    return field(default=None, metadata=describe("", tuple, ""))
-
-
-def of_checkpoint() -> Any:
-    """Return a field for a flag that a checkpoint sets, which is no option."""
-    return field(default=None, metadata=describe("", bool, ""))
-
-
-def describe(help: str, kind: type, shown: str, allowed: Any = None) -> dict[str, Any]:
-    return {"help": help, "kind": kind, "shown": shown, "allowed": allowed}
+    return option(default, help, bool, shown)
 
 
 def check_fields(options: Any) -> None:

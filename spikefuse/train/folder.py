@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -101,12 +102,25 @@ def remove(directory: Path, existed: bool) -> None:
             path.unlink(missing_ok=True)
 
 
-def with_advice(error: Exception, config: TrainConfig, directory: Path) -> Exception:
+def resuming(last: Path, config: TrainConfig, options: RunOptions) -> str:
+    """Return the options of `spikefuse train` that continue a run."""
+    words = ["--resume", str(last), *own.options(config)]
+    if options.device != "auto":
+        words += ["--device", options.device]
+    if options.logger is not None:
+        words += ["--logger", options.logger]
+    if options.data_dir is not None:
+        words += ["--data-dir", str(options.data_dir)]
+    return shlex.join(words)
+
+
+def with_advice(
+    error: Exception, config: TrainConfig, options: RunOptions, directory: Path
+) -> Exception:
     """Return an error of a run, with what was saved, and the options that resume from it."""
     kinds = DataError, FloatingPointError, OSError
     kind = next(kind for kind in kinds if isinstance(error, kind))
     last = directory / LAST
     if not last.exists():
         return kind(f"{error}; nothing was saved")
-    options = " ".join(["--resume", str(last), *own.options(config)])
-    return kind(f"{error}; saved {last}: continue with {options}")
+    return kind(f"{error}; saved {last}: continue with {resuming(last, config, options)}")

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from spikefuse.data import Dataset
 from spikefuse.train import own, run
 from spikefuse.train.checkpoint import LAST, load
 from spikefuse.train.config import TrainConfig
@@ -62,6 +63,11 @@ def fit(
         out=None if out is None else Path(out),
         **{name: settings.pop(name) for name in names & settings.keys()},
     )
+    if isinstance(settings.get("dataset"), Dataset):
+        raise ConfigError(
+            "dataset is a Dataset: name it as module:dataset, for checkpoints, or for files of "
+            "your own choose folder or events, with data_dir"
+        )
     if model is not None:
         settings["model"] = model if isinstance(model, str) else _registered(model)
     config = TrainConfig(**settings) if config is None else replace(config, **settings)
@@ -81,6 +87,9 @@ def fit(
 
 
 def _registered(builder: Builder) -> str:
+    own.check("model", f"{builder!r:.80}", builder)
+    if not hasattr(builder, "__qualname__"):  # such as functools.partial
+        raise ConfigError(f"model is {builder!r:.80}, which has no name: define a function")
     name = f"{builder.__module__}:{builder.__qualname__}"
     own.REGISTRIES["model"][name] = builder
     return name

@@ -56,11 +56,16 @@ def register(setting: str, name: Any) -> None:
             return
         reference = next(iter(points)).value
     found = import_attribute(setting, reference)
-    check = _wrong_builder if setting == "model" else _wrong_dataset
-    if wrong := check(found):
-        expected = BUILDER if setting == "model" else DATASET
-        raise ConfigError(f"{setting} is {reference}, {wrong}: expected {expected}")
+    check(setting, reference, found)
     registry[name] = found
+
+
+def check(setting: str, name: str, found: Any) -> None:
+    """Raise ConfigError unless what `name` stands for is a builder or a `Dataset`."""
+    is_model = setting == "model"
+    if wrong := _wrong_builder(found) if is_model else _wrong_dataset(found):
+        expected = BUILDER if is_model else DATASET
+        raise ConfigError(f"{setting} is {name}, {wrong}: expected {expected}")
 
 
 def refuse_unknown(settings: dict[str, Any]) -> None:
@@ -167,9 +172,11 @@ def check_examples(config: Any, parts: Any) -> None:
         dtype, (_, *sizes) = task.target(len(part), config.num_steps)
         if labels.dtype != dtype or labels.shape != (len(part), *sizes) or len(part) == 0:
             expected = ", ".join(map(str, (len(part) or "N", *sizes)))
+            of_steps = task.per_step and not task.of_classes and not labels.is_floating_point()
+            hint = "; for classes, add --criterion cross-entropy" if of_steps else ""
             raise DataError(
                 f"{read} {what} labels {labels.dtype} {list(labels.shape)}: expected {dtype} "
-                f"[{expected}], one for each example, or another --task than {task.name}"
+                f"[{expected}], one for each example, or another --task than {task.name}{hint}"
             )
         low, high = labels.min().item(), labels.max().item()
         if not math.isfinite(low + high):

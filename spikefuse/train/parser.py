@@ -55,8 +55,8 @@ examples:
   spikefuse predict runs/nmnist-conv-1/best.ckpt data/nmnist/Test/7
 
 Files must be of the kind that the network was trained on: images (PNG, JPEG and others), event
-recordings (nmnist and ncaltech101 .bin, dvs_gesture and cifar10_dvs .aedat, shd and ssc .h5), or
-sounds (speech_commands .wav).
+recordings (nmnist and ncaltech101 .bin, dvs_gesture and cifar10_dvs .aedat, shd and ssc .h5; after
+a run on your own, any format of --dataset events), or sounds (speech_commands .wav).
 Images are converted to the network's size and channels: scaled so that the shorter side fits, and
 cropped at the centre. Colours are not inverted: mnist and digits have bright digits on black.
 Folders are searched recursively. A file with several recordings has one row for each: file[0],
@@ -69,13 +69,15 @@ EXPORT_NOTES = """\
 examples:
   spikefuse export runs/digits-conv-1 --format onnx
   spikefuse export runs/digits-conv-1/best.ckpt --format onnx --step -o step.onnx
+  spikefuse export runs/digits-conv-1 --format onnx --int8
   spikefuse export runs/digits-conv-1 --format nir --dt 0.001
 
 onnx (pip install "spikefuse[onnx]") and pt2 take inputs as they are in the dataset, such as bytes
 of images, and return logits or values, for any batch size. With --step, they take one step of the
 encoded input, x, and the states of all neurons, whose values at rest are printed, and return the
 output and the next states: net.2.v and next.net.2.v in ONNX, whose metadata has the names of the
-classes. nir (pip install "spikefuse[nir]") has the layers alone.
+classes. With --int8, weights are rounded and stored as int8, with a step for each output; compare
+the accuracy. nir (pip install "spikefuse[nir]") has the layers alone.
 """
 
 CONVERT_NOTES = """\
@@ -209,7 +211,8 @@ def _add_checkpoint(command: argparse.ArgumentParser) -> None:
         "checkpoint",
         type=Path,
         metavar="CHECKPOINT",
-        help="best.ckpt or last.ckpt of a run, or its folder, for best.ckpt",
+        help="best.ckpt or last.ckpt of a run, or its folder, for best.ckpt; or a network that "
+        "comes with spikefuse, such as digits-conv",
     )
     for name, form in (("model", "module:builder"), ("dataset", "module:dataset")):
         text = f"your own {name} of the run, which is imported and so executes code"
@@ -253,6 +256,7 @@ def _add_export(commands: Any) -> None:
     add = export.add_argument
     add("--format", required=True, help="onnx, pt2 for torch.export, or nir", **formats)
     add("--step", action="store_true", help="export one time step, with all states of neurons")
+    add("--int8", action="store_true", help="round weights to int8, as sf.quantize does")
     add("--dt", type=float, metavar="N", help="seconds of a step, for nir (default: 0.0001)")
     text = "file to write (default: beside the checkpoint, best.onnx or best-step.onnx)"
     add("-o", "--out", type=Path, metavar="FILE", help=text)

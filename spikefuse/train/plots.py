@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -126,5 +127,6 @@ def _plot_classes(axes: Axes, output: Tensor, classes: tuple[str, ...], per_step
 
 
 def _save(figure: Figure, path: Path) -> None:
-    with replacing(path) as temporary:
+    with replacing(path) as temporary, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of names of classes
         figure.savefig(temporary, dpi=150, format="png")

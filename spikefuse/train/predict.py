@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from spikefuse import isolated
 from spikefuse.data import DataError, Examples, read_file
+from spikefuse.data.files import files_below
 from spikefuse.data.registry import file_endings
 from spikefuse.train import batches, checkpoint, own
 from spikefuse.train.batches import EvalBatches
@@ -171,28 +173,27 @@ def device_of(name: str, precision: str, processes: Processes) -> torch.device:
 
 def find_files(network: TrainedNetwork, paths: Iterable[Path]) -> list[Path]:
     """Replace folders by the files in them, recursively; folders without any are not replaced."""
-    endings, files = file_endings(network.config.data), []
-    for path in paths:
-        inside = sorted(path.rglob("*")) if path.is_dir() else []
-        files += [p for p in inside if p.suffix.lower() in endings and p.is_file()] or [path]
-    return files
+    endings = file_endings(network.config.data)
+    return [file for path in paths for file in files_below(path, endings) or [path]]
 
 
 def read_examples(
     network: TrainedNetwork, files: Iterable[Path], report: Callable[[str], None]
 ) -> Iterator[tuple[str, Tensor]]:
     """Read the examples of files with their names, and report files that cannot be read."""
-    for path in files:
-        try:
-            if path.is_dir():
-                endings = ", ".join(sorted(file_endings(network.config.data)))
-                raise DataError(f"{path} has no file that ends in {endings}")
-            examples = network.examples(path)
-            first = list(islice(examples, 2))
-            for i, example in enumerate(chain(first, examples)):
-                yield f"{path}[{i}]" if len(first) > 1 else str(path), torch.from_numpy(example)
-        except (DataError, OSError) as error:
-            report(str(error))
+    with isolated.one_process():
+        for path in files:
+            try:
+                if path.is_dir():
+                    endings = ", ".join(sorted(file_endings(network.config.data)))
+                    raise DataError(f"{path} has no file that ends in {endings}")
+                examples = network.examples(path)
+                first = list(islice(examples, 2))
+                for i, example in enumerate(chain(first, examples)):
+                    name = f"{path}[{i}]" if len(first) > 1 else str(path)
+                    yield name, torch.from_numpy(example)
+            except (DataError, OSError) as error:
+                report(str(error))
 
 
 def predict(

@@ -33,9 +33,10 @@ def read(path: Path) -> dict[str, Any]:
     if not path.exists():
         path = RECIPES.get(str(path), path)
     try:
-        entries = _entries(path.read_text())
+        settings = _settings(path.read_text())
+        TrainConfig(**settings)
     except ConfigError as error:
-        raise ConfigError(f"config {path}, {error}") from error
+        raise ConfigError(f"config {path}: {error}") from error
     except OSError as error:
         near = difflib.get_close_matches(path.stem, RECIPES, 1, 0.4)
         hint = f"; a recipe is called {near[0]}" if near and not path.exists() else ""
@@ -46,45 +47,25 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"config {path}{place}: not YAML: expected lines like 'lr: 0.1'"
         ) from error
-    if entries is None:
-        raise ConfigError(f"config {path}: expected lines like 'lr: 0.1', an option and its value")
-    try:
-        settings = {}
-        for line, name, value in entries:
-            if name in settings:
-                raise ConfigError(f"{name} is given twice, again in line {line}: remove one")
-            settings[name] = _convert(name, value)
-        TrainConfig(**settings)
-    except ConfigError as error:
-        raise ConfigError(f"config {path}: {error}") from error
     return settings
 
 
-def _entries(text: str) -> list[tuple[int, str, Any]] | None:
-    """Return the line, the name and the value of each entry; None if `text` has another form.
-
-    The document is not constructed as a whole: the last of repeated keys would win, and references
-    in lists could expand to any size.
-    """
-    loader = yaml.SafeLoader(text)
-    try:
-        document = loader.get_single_node()
-        pairs = document.value if isinstance(document, yaml.MappingNode) else ()
-        for pair in pairs:
-            for node in pair:
-                if not isinstance(node, yaml.ScalarNode):
-                    line = node.start_mark.line + 1
-                    raise ConfigError(f"line {line}: expected one value, as in 'lr: 0.1'")
-        return [
-            (
-                key.start_mark.line + 1,
-                key.value.replace("-", "_"),
-                loader.construct_object(value),
-            )
-            for key, value in pairs
-        ] or None
-    finally:
-        loader.dispose()
+def _settings(text: str) -> dict[str, Any]:
+    """Return the settings in a document, which is not constructed as a whole: the last of repeated
+    keys would win, and references in lists could expand to any size."""
+    document, loader = yaml.compose(text, yaml.SafeLoader), yaml.SafeLoader("")
+    if not isinstance(document, yaml.MappingNode) or not document.value:
+        raise ConfigError("expected lines like 'lr: 0.1', an option and its value")
+    settings: dict[str, Any] = {}
+    for key, value in document.value:
+        line = f"line {key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode) or not isinstance(value, yaml.ScalarNode):
+            raise ConfigError(f"{line}: expected one value, as in 'lr: 0.1'")
+        name = key.value.replace("-", "_")
+        if name in settings:
+            raise ConfigError(f"{name} is given twice, again in {line}: remove one")
+        settings[name] = _convert(name, loader.construct_object(value))
+    return settings
 
 
 def _convert(name: str, value: Any) -> Any:

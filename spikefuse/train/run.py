@@ -19,6 +19,7 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.loggers import TensorBoardLogger
 
 import spikefuse
 from spikefuse.data import DataError, Examples
@@ -39,6 +40,8 @@ from spikefuse.train.processes import Processes, is_connection_error
 from spikefuse.train.run_options import RunOptions
 from spikefuse.train.signals import RunInterrupted, SignalHandler
 from spikefuse.train.training_module import LIGHTNING_PRECISION, TrainingModule, best_epoch
+
+TENSORBOARD = "tensorboard"
 
 
 def train(
@@ -102,7 +105,7 @@ def _train(
                 folder.remove(directory, existed)
             late = (OSError, DataError, FloatingPointError) if saved else OSError
             if isinstance(error, late):
-                raise folder.with_advice(error, config, directory) from error
+                raise folder.with_advice(error, config, options, directory) from error
             raise
         seconds = time.perf_counter() - start
     if not processes.main:
@@ -123,7 +126,7 @@ def _train(
     try:
         return _finish(module, examples.test, device, directory, facts)
     except (OSError, DataError, FloatingPointError) as error:
-        raise folder.with_advice(error, config, directory) from error
+        raise folder.with_advice(error, config, options, directory) from error
     except KeyboardInterrupt:
         raise RunInterrupted(signal.SIGINT, directory / LAST) from None
 
@@ -241,8 +244,9 @@ def _fit(
         if processes.main:
             callbacks = [ProgressReporter(), MetricsWriter(directory), *callbacks]
         trainer = _trainer(config, device, processes, callbacks, directory)
-        if logger is not None and processes.main:
-            trainer.loggers = [make_logger(logger, directory, config)]
+        if processes.main:
+            own = [] if logger is None else [make_logger(logger, directory, config)]
+            trainer.loggers = [TensorBoardLogger(directory, None, TENSORBOARD), *own]
         try:
             path = None if resumed is None else resumed.path
             trainer.fit(module, datamodule=examples, ckpt_path=path)

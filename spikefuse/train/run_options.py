@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from spikefuse.train.fields import AT_LEAST_ONE, check_fields, choice, describe, flag, number
+from spikefuse.data.files import ENVIRONMENT
+from spikefuse.train.fields import AT_LEAST_ONE, check_fields, choice, flag, number, option
 
 DEVICES = ("auto", "cpu", "cuda")
+SEARCHED = f"${ENVIRONMENT}, else see the end of spikefuse train --help"
 
 
 @dataclass(frozen=True)
@@ -18,9 +20,7 @@ class RunOptions:
         ConfigError: a value has the wrong type or is out of range.
     """
 
-    out: Path | None = field(
-        default=None, metadata=describe("new folder of the run", Path, "runs/DATASET-MODEL-N")
-    )
+    out: Path | None = option(None, "new folder of the run", Path, "runs/DATASET-MODEL-N")
     time_ranks: int = number(1, "processes that share a sequence, under torchrun", AT_LEAST_ONE)
     data_ranks: int | None = number(
         None, "processes that share a batch", AT_LEAST_ONE, "all processes / time-ranks", int
@@ -33,18 +33,14 @@ class RunOptions:
         int,
     )
     device: str = choice("auto", "device; auto is CUDA if available", DEVICES)
-    logger: str | None = field(
-        default=None,
-        metadata=describe(
-            "Lightning logger in addition to CSV and TensorBoard, such as wandb or mlflow, or "
-            "module:function for one of your own",
-            str,
-            "none",
-        ),
+    logger: str | None = option(
+        None,
+        "Lightning logger in addition to CSV and TensorBoard, such as wandb or mlflow, or "
+        "module:function for one of your own",
+        str,
+        "none",
     )
-    data_dir: Path | None = field(
-        default=None, metadata=describe("folder of the datasets", Path, "see below")
-    )
+    data_dir: Path | None = option(None, "folder of the datasets", Path, SEARCHED)
     download: bool = flag(
         False,
         "download missing files of mnist, fashion_mnist, cifar10 and cifar100, verifying checksums",

@@ -371,7 +371,8 @@ class TrainingModule(pl.LightningModule):
         self.log_dict({name: row[name] for name in row if name not in ("epoch", "step")})
 
     def _check_finite(self, row: EpochMetrics) -> None:
-        """Stop a run that cannot recover: a loss or a parameter is infinite or NaN.
+        """Stop a run that cannot recover: a loss, a parameter or a running statistic is infinite
+        or NaN.
 
         Neurons whose potential is NaN never fire, so that the loss may be finite nevertheless.
 
@@ -381,9 +382,11 @@ class TrainingModule(pl.LightningModule):
         wrong = [
             f"{n} is {row[n]}" for n in ("train_loss", "val_loss") if not math.isfinite(row[n])
         ]
-        names, parameters = zip(*self.net.named_parameters(), strict=True)
-        finite = torch.stack([p.detach().isfinite().all() for p in parameters]).tolist()
-        wrong += [f"{n} is not finite" for n, ok in zip(names, finite, strict=True) if not ok][:1]
+        # Other buffers may be masks, which are infinite.
+        buffers = {n: b for n, b in self.net.named_buffers() if ".running_" in n}
+        tensors = {**dict(self.net.named_parameters()), **buffers}
+        finite = torch.stack([x.detach().isfinite().all() for x in tensors.values()]).tolist()
+        wrong += [f"{n} is not finite" for n, ok in zip(tensors, finite, strict=True) if not ok][:1]
         if wrong:
             raise FloatingPointError(
                 f"after epoch {row['epoch']:.0f}, {' and '.join(wrong)}: lower the learning rate, "

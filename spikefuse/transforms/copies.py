@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+M = TypeVar("M", bound=nn.Module)
 
-def copied(net: nn.Module, plain: bool = True) -> nn.Module:
+
+def copied(net: M, plain: bool = True) -> M:
     """Return a deep copy, also if hooks have computed weights with a gradient.
 
     Args:

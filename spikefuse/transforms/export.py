@@ -21,6 +21,7 @@ from spikefuse.nn.neuron import check_module
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.temporal import Temporal, layers_with_states
 from spikefuse.transforms.copies import copied
+from spikefuse.transforms.quantize import store_integers
 
 
 def exportable(net: nn.Module, step: bool = False) -> nn.Module:
@@ -39,6 +40,7 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
     CPU, float32 outputs equal those of `net` bit for bit, except for the rounding of fused batch
     norms (docs/fusing.md), of layers before the first neuron if their input is constant over time,
     as from `encode.direct`, and of matrix products, which may depend on the alignment of memory.
+    The weights of `sf.quantize` are stored as int8, with a step for each output.
 
     Args:
         net: a `Temporal`, or any module that contains `Temporal` containers or neurons.
@@ -61,6 +63,7 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
     for name, module in net.named_modules():
         _check(name, module)
     result = copied(net).eval().requires_grad_(False)
+    store_integers(result)
     inside = {m for t in result.modules() if isinstance(t, Temporal) for m in t.net.modules()}
     for name, module in result.named_modules():
         if getattr(vars(module).get("forward"), "func", None) is run_fused:

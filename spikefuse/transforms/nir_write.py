@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from spikefuse.block.block import Block
 from spikefuse.events.linear import EventLinear
@@ -54,7 +55,8 @@ def to_nir(net: nn.Module, sample: Tensor, *, dt: float) -> Any:
     float32, unless a neuron already fires above it. Batch norms are folded into the convolution or
     linear layer before them, with their running statistics; dropout is left out. The delays of a
     `Delay` are rounded to steps. `Recurrent` and `Feedback` become cycles. Weights keep their
-    dtype, and neurons have one float64 value each. `nir.write(path, graph)` saves the graph.
+    dtype, those of `sf.quantize` are written as rounded, and neurons have one float64 value each.
+    `nir.write(path, graph)` saves the graph.
 
     Example::
 
@@ -248,7 +250,7 @@ class _Writer:
         if type(module) in _IGNORED:
             return sources
         before, after = (end.meta["shape"] for end in ends)
-        make = LAYERS.get(type(module))
+        make = LAYERS.get(type_before_parametrizations(module))
         if isinstance(module, Delay):
             node = self.nir.Delay(_per_neuron(module.delays(), before) * self.dt)
         elif make is None:
@@ -419,7 +421,7 @@ def neuron_node(nir: ModuleType, neuron: Neuron, dt: float, shape: list[int]) ->
             "NIR has no such neuron: use sf.LIF, sf.PLIF, sf.IF, sf.CubaLIF or sf.LI, and train it"
         )
     if neuron.state_bits:
-        raise Refusal("its states are rounded, and NIR's are not: pass the network before quantize")
+        raise Refusal("its states are rounded, and NIR's are not: quantize with states=None")
     values = {name: _per_neuron(value, shape) for name, value in neuron.values().items()}
     firing = {}
     if isinstance(neuron, _FIRING):

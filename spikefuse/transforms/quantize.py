@@ -92,8 +92,46 @@ class FixedPoint(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)  # half precision would overflow
-        step = self.step.to(dtype).view(-1, *[1] * (x.ndim - 1))
+        step = _by_row(self.step.to(dtype), x)
         return fixed_point(x.to(dtype), step, -self.most, self.most).to(x.dtype)
+
+
+class Int8(nn.Module):
+    """Multiply integers by a step for each row, a parametrization; DequantizeLinear in ONNX."""
+
+    def __init__(self, step: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.step, self.dtype = nn.Buffer(step), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.onnx.is_in_onnx_export():
+            options: dict[str, Any] = {"attrs": {"axis": 0}, "shape": x.shape}
+            options["dtype"] = self.step.dtype
+            y = torch.onnx.ops.symbolic("DequantizeLinear", (x, self.step), **options)
+        else:
+            y = x * _by_row(self.step, x)
+        return y.to(self.dtype)
+
+
+@torch.no_grad()
+def store_integers(net: nn.Module) -> None:
+    """Let quantized weights be computed from int8, and their biases be parameters, in place."""
+    layers: list[Any] = [layer for layer in net.modules() if is_parametrized(layer)]
+    for layer in layers:
+        for name, chain in layer.parametrizations.items():
+            if not isinstance(chain[0], FixedPoint):
+                continue
+            value, step = getattr(layer, name), chain[0].step
+            chain[0] = nn.Identity()
+            if name == "weight":
+                chain[0] = Int8(step, value.dtype)
+                value = (value / _by_row(step, value)).to(torch.int8)
+            chain.original = nn.Parameter(value, requires_grad=False)
+
+
+def _by_row(step: Tensor, x: Tensor) -> Tensor:
+    """Return the steps of the rows of `x`, which broadcast."""
+    return step.view(-1, *[1] * (x.ndim - 1))
 
 
 def _fold(net: Temporal, x: Tensor) -> None:

@@ -199,6 +199,7 @@ def new_folder() -> Path:
     return Path(tempfile.mkdtemp(dir=Path.cwd()))
 
 
+@isolated.one_process()
 def case(seed: int) -> list[str]:
     rng = random.Random(seed)
     kind = rng.choice([*READERS, "checkpoint", "structure", "images", "NIR"])

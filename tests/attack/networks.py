@@ -14,6 +14,7 @@ from spikefuse import memory
 from spikefuse.testing import LAYOUTS, lay_out, make_input, within_budget
 
 ROUNDING = 2.0**-24
+RETAINS_LAST = [int(part) for part in torch.__version__.split(".")[:2]] > [2, 11]
 POLICIES = (memory.SaveAll(), memory.Recompute(), memory.Bits())
 NEURONS: tuple[Callable[[random.Random], sf.Neuron], ...] = (
     lambda rng: sf.LIF(rng.choice((0.2, 0.5, 0.9)), rng.choice((0.3, 1.0))),
@@ -59,7 +60,9 @@ class Observed(nn.Module):
     def __init__(self, norm: nn.Module, neuron: nn.Module, rng: random.Random) -> None:
         super().__init__()
         self.norm, self.neuron, self.is_late = norm, neuron, rng.random() < 0.5
-        self.scale, self.seen = rng.choice((None, 0.5, 2.0)), []
+        scale = rng.choice((None, 0.5, 2.0))
+        # Compiled by PyTorch 2.11, a tensor retains its gradient from before its hooks.
+        self.scale, self.seen = scale if RETAINS_LAST else None, []
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)

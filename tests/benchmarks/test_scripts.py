@@ -1,4 +1,4 @@
-"""Every script runs end to end at tiny size on a CPU; tests/parity runs convert."""
+"""Every script runs end to end at tiny size on a CPU; tests/parity runs those of SpikingJelly."""
 
 from __future__ import annotations
 

@@ -90,9 +90,9 @@ SMOOTH = (
     "torch.atan2({a}, torch.abs({b}) + 0.5)",
     "F.softplus({a})",
     "F.silu({a})",
-    "F.gelu({a})",
+    "F.gelu(torch.clamp({a}, -1e4, 1e4))",  # PyTorch's is NaN at infinity on some CPUs
     "F.elu({a})",
-    "torch.lerp({a}, {b}, 0.25)",
+    "torch.lerp({a} + 0.0 * x0, {b} + 0.0 * x0, 0.25)",  # of one dtype, in float64, too
     "(torch.abs({a}) + 0.5) ** torch.clamp({b}, -4.0, 4.0)",
     "torch.clamp(torch.abs({a}), max=8.0) ** 1.7",
     "2.0 ** torch.clamp({a}, -4.0, 4.0)",
@@ -312,7 +312,8 @@ def differences(
     weights = [torch.randn(r.shape, generator=generator).to(device) for r in results]
     wanted, true, gradients = (r.backward(weights) for r in (expected, truth, actual))
     takes_zeros_for_none = has_states_without_effect(neuron, definition)
-    summed = true["input 0"].double()
+    # What parameters receive as a sum: through the potential, and from the results themselves.
+    summed = torch.cat([t.double().flatten().cpu() for t in (true["input 0"], *weights)])
     scale = summed[summed.isfinite()].norm().item()
     for name, gradient in gradients.items():
         is_sum = name in ("gain", "bias") or name.startswith("surrogate")

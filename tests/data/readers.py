@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gzip
 import io
@@ -20,7 +19,6 @@ import h5py
 import numpy as np
 from PIL import Image
 
-from spikefuse import isolated
 from spikefuse.data import cifar, event_files, heidelberg, listing, store
 from spikefuse.data.cifar10_dvs import read_cifar10_dvs
 from spikefuse.data.dvs_gesture import LISTS, find_dvs_gesture
@@ -30,8 +28,6 @@ from spikefuse.data.nmnist import read_nmnist
 from spikefuse.data.sound import read_wav
 from tests.data import writing
 
-READER = isolated.Reader()
-atexit.register(READER.close)
 MEMORY = 1 << 29  # that a reader may allocate
 INTEGERS = (b"\xff\xff\xff\x7f", b"\x7f\xff\xff\xff", b"\xff\xff\xff\xff", bytes(4))
 COLUMNS = writing.random_columns(40, (34, 34), 0)
@@ -172,7 +168,7 @@ def columns() -> bytes:
 
 
 def read_events(path: Path) -> Any:
-    return event_files.read_events(path, "34x34", reader=READER)
+    return event_files.read_events(path, "34x34")
 
 
 def evt21() -> bytes:

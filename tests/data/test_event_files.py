@@ -101,12 +101,12 @@ def test_scaling_and_the_crop_at_the_centre(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("a.csv", b"t,x,y\n1,2,3\n", "it has no p among t, x, y"),
+        ("a.csv", b"t,x,y\n1,2,3\n", "not a table of events: it has no p among t, x, y"),
         ("a.csv", b"t,x,y,p\n1,2,3\n", "3 columns, of which the first line names 4"),
         ("a.csv", b"t,x,y,p\n1,2,3,7\n", "an event has p = 7"),
         ("a.csv", b"t,x,y,p\n0.5,2,3,1\n1.2,2,3,1\n", "an event has t = 0.7"),
-        ("a.npy", b"\x93NUMPY", "not arrays of NumPy"),
-        ("a.npz", b"PK", "not arrays of NumPy"),
+        ("a.npy", b"\x93NUMPY", "not arrays of events"),
+        ("a.npz", b"PK", "not arrays of events"),
         ("a.h5", b"", "not an HDF5 file"),
         ("a.bin", bytes(4), "4 bytes are not a multiple of 5"),
         ("a.aedat4", b"#!AER-DAT4.0\r\n", "RuntimeError: failed to fill"),
@@ -119,6 +119,19 @@ def test_damage_is_named(tmp_path: Path, name: str, content: bytes, what: str) -
     (tmp_path / name).write_bytes(content)
     with pytest.raises(data.DataError, match=rf"{name} is damaged \({what}"):
         read_events(tmp_path / name, "40x30")
+
+
+def test_columns_have_the_same_names_in_all_formats(tmp_path: Path) -> None:
+    values = dict.fromkeys(("xs", "ys", "on", "timestamp"), np.array([0, 1]))
+    np.savez(tmp_path / "a.npz", **values)
+    np.savez(tmp_path / "b.npz", events=np.rec.fromarrays(list(values.values()), names=[*values]))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.update(values)
+    for name in ("a.npz", "b.npz", "a.h5"):
+        assert read_events(tmp_path / name, "2x2").sites.tolist() == [0, 7]
+    np.savez(tmp_path / "a.npz", **{**values, "on": np.zeros(3)})
+    with pytest.raises(data.DataError, match="x, y, p and t have 2, 2, 3, 2 values"):
+        read_events(tmp_path / "a.npz", "2x2")
 
 
 def test_a_header_at_which_faery_aborts(tmp_path: Path) -> None:
@@ -151,7 +164,11 @@ def test_the_sensor_must_be_known_and_fit(tmp_path: Path) -> None:
         read_events(path)
     with pytest.raises(data.DataError, match="sensor is '40': expected columns and rows, such as"):
         read_events(path, "40")
-    with pytest.raises(data.DataError, match=r"an event has x = .* from 0 to 29"):
+    with pytest.raises(
+        data.DataError, match=r"sensor is \(40, 30\): expected columns and rows, suc"
+    ):
+        read_events(path, (40, 30))
+    with pytest.raises(data.DataError, match=r"event at column 39 .*, outside of the sensor 30x40"):
         read_events(path, "30x40")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from spikefuse import isolated
 from spikefuse.data import files
 from spikefuse.data.mnist import read_idx
 from tests.data.readers import READERS, limited_memory, mutated, read_speech
@@ -26,7 +27,7 @@ PROCESSES = {"SHD", "HDF5", "AEDAT 4"}  # which take a second
 
 @pytest.fixture
 def _limited_memory() -> Iterator[None]:
-    with limited_memory():
+    with limited_memory(), isolated.one_process():
         yield
 
 

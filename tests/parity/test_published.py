@@ -186,7 +186,7 @@ def test_the_benchmark_measures_all_networks(tmp_path):
 
 def test_conversions_of_a_relu_network_spike_equally(tmp_path):
     """`sf.from_ann` and SpikingJelly's conversion, in the benchmark of their inference."""
-    options = ["--quick", "--device", "cpu", "--dtype", "float32", "--T", "3"]
+    options = ["--quick", "--device", "cpu", "--dtype", "float32", "--T", "2", "--rounds", "1"]
     result = record.read(from_ann_steps.main([*options, "--out", str(tmp_path)]))
     assert not result["left_out"]
     (row,) = result["rows"]

@@ -364,9 +364,11 @@ def test_a_full_disk_names_what_was_saved(
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", full)
-        assert spikefuse("train", *small, "--model", "mlp", "--epochs", "4", "--out", "run") == 1
+        options = ["--model", "mlp", "--epochs", "4", "--out", "run", "--data-dir"]
+        assert spikefuse("train", *small, *options, "my data") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "error: [Errno 28] No space left on device" in line
-    assert line.endswith("; saved run/last.ckpt: continue with --resume run/last.ckpt")
+    command = "--resume run/last.ckpt --device cpu --data-dir 'my data'"
+    assert line.endswith(f"; saved run/last.ckpt: continue with {command}")
     assert not [path.name for path in Path("run").iterdir() if path.name.startswith(".")]
     assert spikefuse("train", "--resume", "run/last.ckpt", "--device", "cpu") == 0

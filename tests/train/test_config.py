@@ -23,7 +23,7 @@ WRONG = [
     ({"frames": "voxel_grid"}, "frames is voxel_grid, but digits is not event data: remove it"),
     (
         {"dataset": "nmnist", "frames": "voxel_grid"},
-        "frames is voxel_grid, but slicing is None: choose time",
+        "frames is voxel_grid, but slicing is number: choose time",
     ),
     (
         {"dataset": "nmnist", "slice_events": 5},
@@ -220,3 +220,9 @@ def test_memory_sets_the_policy_of_the_network():
     assert TrainConfig().make_network().memory == sf.memory.Recompute()
     assert TrainConfig(memory="save-all").make_network().memory == sf.memory.SaveAll()
     assert TrainConfig(memory="checkpoint").make_network().memory == sf.memory.Checkpoint()
+
+
+def test_models_that_do_not_suit_a_size() -> None:
+    config = TrainConfig(dataset="folder", size=2, shape=(3, 2, 2), classes=("cat", "dog"))
+    with pytest.raises(ConfigError, match=r"model is conv, but folder does not .* at least \(4, 4"):
+        config.make_network()

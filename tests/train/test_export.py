@@ -48,6 +48,17 @@ def test_a_whole_network(spikefuse: Spikefuse, tmp_path: Path, capsys: Captured)
     assert torch.equal(torch.export.load("net").module()(images), net(images))
 
 
+@torch.no_grad()
+def test_weights_in_int8(spikefuse: Spikefuse, tmp_path: Path) -> None:
+    net = save(tmp_path / "best.ckpt", model="conv", threshold=0.3)
+    assert spikefuse("export", tmp_path, "--format=pt2", "--int8") == 0
+    program = torch.export.load(tmp_path / "best-int8.pt2")
+    assert sum(p.dtype == torch.int8 for p in program.state_dict.values()) == 3
+    images = sf.data.load("digits")[1][:5].pixels
+    expected = sf.quantize(net.net, direct(images / 255, 2), states=None)(direct(images / 255, 2))
+    assert torch.equal(program.module()(images), expected.mean(0))
+
+
 def test_nir(spikefuse: Spikefuse, tmp_path: Path) -> None:
     pytest.importorskip("nir", reason="needs the extra nir")
     net = save(tmp_path / "best.ckpt", model="conv", threshold=0.3, num_steps=4)
@@ -63,6 +74,7 @@ def test_nir(spikefuse: Spikefuse, tmp_path: Path) -> None:
     ("settings", "options", "message"),
     [
         ({}, ("nir", "--step"), "--step is given, but NIR describes neurons without steps: rem"),
+        ({}, ("nir", "--int8"), "--int8 is given, but weights in NIR are floats: remove it"),
         ({}, ("pt2", "--dt", "1"), "--dt is given, but pt2 has no time constants: remove it"),
         ({}, ("nir", "--dt", "-1"), "exported as nir: dt is -1.0: expected a positive finite"),
         ({"encoding": "poisson"}, ("onnx",), "Poisson spikes, which cannot be exported: add --ste"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +46,22 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     sf.train.fit(**settings, out=out, resume=True)
     (out / "result.json").unlink()
     assert sf.train.fit(**settings, out=out, resume=True)["resumed"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"model": nn.Linear(2, 3)},
+            r"model is Linear\(.*, which is an object of type Linear: expe",
+        ),
+        ({"model": partial(tiny)}, "model is functools.partial.*, which has no name"),
+        ({"dataset": sf.data.DATASETS["digits"]}, "name it as module:dataset, .* with data_dir"),
+    ],
+)
+def test_objects_that_checkpoints_cannot_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sf.train.fit(**settings)
 
 
 def test_unknown_settings() -> None:

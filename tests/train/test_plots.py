@@ -35,6 +35,13 @@ def test_record_sees_every_layer() -> None:
         assert torch.equal(layer, spikes[name])
 
 
+def test_names_without_a_font(tmp_path: Path) -> None:
+    settings = {"dataset": "folder", "classes": ("日本", "b"), "shape": (1, 4, 4), "grey": True}
+    module = TrainingModule(TrainConfig(model="mlp", num_steps=2, fuse=False, **settings)).eval()
+    pixels = torch.randint(0, 256, (1, 1, 4, 4), dtype=torch.uint8)
+    plot_raster(module, pixels, torch.tensor(0), tmp_path / "raster.png")
+
+
 @pytest.mark.parametrize("model", ["mlp", "resnet18"])
 def test_raster_of_any_depth(tmp_path: Path, model: str) -> None:
     module = TrainingModule(TrainConfig(num_steps=3, model=model)).eval()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from PIL import Image
 
 import spikefuse as sf
 from benchmarks import record
+from spikefuse import isolated
 from spikefuse.data import DATASETS, DataError, Dataset, Frames, Slicing, to_frames
 from spikefuse.data.nmnist import read_nmnist
 from spikefuse.train import predict
@@ -230,6 +232,25 @@ def test_several_examples_in_a_file_are_numbered(tmp_path: Path) -> None:
     net = sf.load(save(tmp_path / "a.ckpt", dataset="shd", model="mlp", num_steps=5))
     examples = predict.read_examples(net, [tmp_path / "a.h5"], pytest.fail)
     assert [name for name, _ in examples] == [f"{tmp_path / 'a.h5'}[{i}]" for i in range(3)]
+
+
+def test_one_process_reads_all_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that is damaged does not end it."""
+    starts, start = [], isolated._start
+    monkeypatch.setattr(isolated, "_start", lambda: starts.append(start()) or starts[-1])
+    for name in "ac":
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file.update({column: [1, 0] for column in "xypt"})
+    (tmp_path / "b.h5").write_bytes(b"no HDF5")
+    settings = {"classes": ("clap", "wave"), "shape": (2, 30, 40), "sensor": "40x30"}
+    path = save(tmp_path / "a.ckpt", dataset="events", model="mlp", num_steps=5, **settings)
+    assert main(["predict", str(path), str(tmp_path)]) == 1
+    output, errors = capsys.readouterr()
+    assert len(output.splitlines()) == 1 + 2
+    assert "b.h5 is damaged (not an HDF5 file" in errors
+    assert len(starts) == 1
 
 
 @pytest.mark.parametrize(

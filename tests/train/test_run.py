@@ -39,7 +39,7 @@ def test_a_run_and_its_evaluation(
         *("best.ckpt", "curves.png", "last.ckpt", "metrics.csv", "raster.png", "result.json"),
         "tensorboard",
     ]
-    assert len(list((directory / "tensorboard").iterdir())) == 1
+    assert len(list((directory / "tensorboard").glob("events.*"))) == 1
     for picture in ("curves.png", "raster.png"):
         assert matplotlib.image.imread(directory / picture).std() > 0.01
 
@@ -295,6 +295,14 @@ def test_a_run_whose_loss_is_not_finite_stops(
     assert not Path("run1/result.json").exists()
     assert "saved" not in line
     assert not Path("run0").exists()
+
+
+def test_a_run_whose_statistics_are_not_finite_stops(
+    spikefuse: Spikefuse, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights and its loss are finite, the squares of its inputs are not."""
+    assert spikefuse("train", *small, "--model", "conv", "--lr", "1e30", "--out", "run") == 1
+    assert "after epoch 1, net.1.running_var is not finite" in capsys.readouterr().err
 
 
 def test_a_run_is_named_by_its_folder(

@@ -204,12 +204,14 @@ def test_a_run(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_targets_of_another_task(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*OPTIONS, "--dataset", "my_code:rates"]) == 2
-    expected = "my_code:rates has one class: add another, or choose a task with values"
+    expected = "my_code:rates has one class: add another, or choose task regression"
     assert expected in capsys.readouterr().err
     for task, other, shape in (("sequence", "rates", "20, 1"), ("regression", "forecast", "1")):
         assert main([*OPTIONS, "--task", task, "--dataset", f"my_code:{other}"]) == 2
         message = f"torch.float32 [240, {shape}], one for each example, or another --task than"
         assert f"{message} {task}" in capsys.readouterr().err
+    assert main([*OPTIONS, "--task", "sequence", "--dataset", "my_code:signs"]) == 2
+    assert "sequence; for classes, add --criterion cross-entropy\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

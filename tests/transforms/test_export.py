@@ -450,6 +450,49 @@ def test_chosen_outputs() -> None:
     assert torch.equal(sf.exportable(net)(x), net(x))
 
 
+def quantized():
+    torch.manual_seed(0)
+    recurrent = sf.Recurrent(sf.LIF(0.9, 0.1), 6, bias=True)
+    net = sf.Temporal(
+        nn.Sequential(nn.Conv2d(2, 3, 3), sf.IF(0.5), nn.Flatten(), nn.Linear(12, 6), recurrent)
+    )
+    x = 4 * torch.rand(2, 3, 2, 4, 4)
+    return sf.quantize(net.eval(), x), x
+
+
+@torch.no_grad()
+def test_quantized_weights_are_stored_as_integers() -> None:
+    net, x = quantized()
+    expected = net(x, impl="reference")
+    assert 0.02 < expected.mean() < 0.98
+    plain = sf.exportable(net)
+    assert torch.equal(plain(x), expected)
+    program = torch.export.export(plain, (x,))
+    assert torch.equal(program.module()(x), expected)
+    stored = {name: p for name, p in program.state_dict.items() if name.endswith("original")}
+    integers = [p for p in stored.values() if p.dtype == torch.int8]
+    assert [list(p.shape) for p in integers] == [[3, 2, 3, 3], [6, 12], [6, 6]]
+    assert sum("weight" in name for name in stored) == 3
+    step = net.net[3].parametrizations.weight[0].step
+    assert torch.equal(integers[1] * step.view(-1, 1), net.net[3].weight)
+    assert sf.exportable(net.bfloat16())(x.bfloat16()).dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_quantized_weights_in_onnx() -> None:
+    onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime, of the extra dev")
+    net, x = quantized()
+    program = torch.onnx.export(sf.exportable(net), (x,), dynamo=True, verbose=False)
+    content = program.model_proto
+    types = [value.data_type for value in content.graph.initializer]
+    assert types.count(onnx.TensorProto.INT8) == 3
+    assert sum(node.op_type == "DequantizeLinear" for node in content.graph.node) == 3
+    made = onnxruntime.InferenceSession(content.SerializeToString())
+    (y,) = made.run(None, {made.get_inputs()[0].name: x.numpy()})
+    assert torch.equal(torch.from_numpy(y), net(x, impl="reference"))
+
+
 def test_dynamic_quantization_of_linear_layers():
     """PyTorch's own quantization of weights leaves neurons as they are."""
     torch.manual_seed(0)

@@ -117,6 +117,19 @@ def test_residuals_and_batch_norms() -> None:
     assert kinds["short_1"] == "Conv2d"  # called twice
 
 
+def test_quantized_weights() -> None:
+    """The graph has the rounded weights, and the network remains quantized."""
+    conv, x = nn.Conv2d(2, 4, 3), 4 * sequence(2, 4, 4).float()
+    norm, recurrent = nn.BatchNorm2d(4), sf.Recurrent(sf.LIF(0.8, 0.7), 5, bias=True)
+    layers = conv, norm, sf.LIF(0.8, 0.6), nn.Flatten(), nn.Linear(16, 5), recurrent
+    net = sf.quantize(sf.Temporal(nn.Sequential(*layers)).eval(), x, 3, None)
+    graph = sf.to_nir(net, x, dt=DT)
+    assert np.array_equal(graph.nodes["0"].weight, net.net[0].weight.detach())
+    y = net(x, impl="reference")
+    assert 0.02 < y.mean() < 0.98
+    assert torch.equal(sf.Temporal(sf.from_nir(graph, dt=DT))(x, impl="reference"), y)
+
+
 class SkipBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()

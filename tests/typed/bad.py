@@ -10,3 +10,4 @@ sf.Recurrent(sf.LIF(), 8, 32)  # error
 sf.fuse(3)  # error
 sf.models.resnet18(sf.LIF, 3)  # error
 sf.Temporal(3)  # error
+sf.data.Recording([3], [0], [1], [10], sizes=(2, 34, 34))  # error

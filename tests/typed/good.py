@@ -36,6 +36,7 @@ converted: nn.Module = sf.convert(nn.Sequential(nn.Linear(2, 3)))
 recurrent = sf.Recurrent(sf.LIF(), 8, bias=True)
 with sf.record(net) as record:
     net(torch.rand(4, 2, 10))
+recording = sf.data.Recording([3, 5], [0, 7], [1, 0], [10, 250], size=(2, 34, 34))
 rate: float = record["net.1"]["spikes"].mean().item()
 
 
