@@ -68,7 +68,7 @@ WAYS = (
     (JELLY_COMPILED, GRAPH),
     (INDUCTOR, EAGER),
 )
-# Of maxima that convolutions of another precision have found.
+# Allowed difference of the two maxima, which convolutions of another precision may change.
 ROUNDING = 0.05
 
 

@@ -174,9 +174,7 @@ def sdt_v3(
 
     Example::
 
-        def neuron():
-            return sf.IntegerLIF(levels=4)
-
+        neuron = lambda: sf.IntegerLIF(levels=4)
         net = sf.Temporal(sf.models.sdt_v3_5m(neuron, 3, 10, (64, 64)))
 
     Args:

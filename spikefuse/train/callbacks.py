@@ -87,10 +87,10 @@ class ProgressReporter(Callback):
 
 
 class MetricsWriter(Callback):
-    """Log the loss of steps, and of epochs what is measured here; write a CSV file with one row per
-    epoch since the start of the run.
+    """Log the loss of steps, and the learning rate and firing rates of epochs; write a CSV file
+    with one row per epoch since the start of the run.
 
-    The module itself logs its metrics.
+    The module logs its other metrics itself.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -115,7 +115,7 @@ class Int8(nn.Module):
 
 @torch.no_grad()
 def store_integers(net: nn.Module) -> None:
-    """Let quantized weights be computed from int8, and their biases be parameters, in place."""
+    """Store quantized weights as int8, and quantized biases as plain numbers, in place."""
     layers: list[Any] = [layer for layer in net.modules() if is_parametrized(layer)]
     for layer in layers:
         for name, chain in layer.parametrizations.items():
