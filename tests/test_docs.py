@@ -9,6 +9,7 @@ import random
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import textwrap
 from contextlib import suppress
@@ -34,6 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/**/*.md"))]
 NOTEBOOKS = sorted(ROOT.glob("docs/tutorials/**/*.ipynb"))
 NOTEBOOK_PAGES = [path.relative_to(ROOT).as_posix() for path in NOTEBOOKS]
+SITE = runpy.run_path(str(ROOT / "docs" / "site" / "pages.py"))
+REPOSITORY = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["extra"]["repository"]
 # What may follow the three backticks. ```python no-run="needs a GPU"``` is compiled, but not run.
 FENCE = re.compile(r'(console|)|python( no-run="[^"]+")?')
 EXAMPLES = [
@@ -84,6 +87,42 @@ def test_notebooks_run(
     cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
     run_notebook(path, monkeypatch)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_first_cell_of_a_notebook_installs_spikefuse(path: Path) -> None:
+    first = json.loads(path.read_text())["cells"][0]
+    template = SITE["TEMPLATE"].format(repository=REPOSITORY)
+    assert ("".join(first["source"]), first["id"]) == (template, SITE["INSTALL"])
+
+
+def test_the_installing_cell_installs_only_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
+    cell = SITE["TEMPLATE"].format(repository="https://example.org/code")
+    exec(cell, {})
+    assert commands == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    exec(cell, {})
+    (command,) = commands
+    assert command[:4] == [sys.executable, "-m", "pip", "install"]
+    assert command[-1] == "spikefuse[train] @ git+https://example.org/code"
+
+
+def test_pages_of_notebooks_have_buttons() -> None:
+    """Colab opens repositories of GitHub only."""
+    page = SITE["converted"](NOTEBOOKS[0], "https://github.com/someone/code")[
+        f"{NOTEBOOKS[0].stem}.md"
+    ]
+    name = f"someone/code/blob/main/{NOTEBOOK_PAGES[0]}"
+    assert f'href="https://colab.research.google.com/github/{name}"' in page
+    assert "Installs spikefuse" not in page
+    elsewhere = SITE["converted"](NOTEBOOKS[0], "https://example.org/code")[
+        f"{NOTEBOOKS[0].stem}.md"
+    ]
+    for text in (page, elsewhere):
+        assert re.match(rf'# .*\n\n<a .*href="{NOTEBOOKS[0].name}" download', text)
+    assert "colab" not in elsewhere
 
 
 @pytest.mark.parametrize("page", PAGES)
