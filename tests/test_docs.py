@@ -125,6 +125,19 @@ def test_pages_of_notebooks_have_buttons() -> None:
     assert "colab" not in elsewhere
 
 
+def test_the_gallery_shows_figures_of_pages_once() -> None:
+    """With the heading that each stands under; not what a block of code contains."""
+    code = "```python\n# no\n![f](no.png)\n```"
+    first = f"# One\n\n![f](1.png)\n\n## What `x` is\n\n{code}\n![f](../2.svg)"
+    pages = {"a/one.md": first, "two.md": "# Two\n\n![again](2.svg)", "three.md": "# Three"}
+    page = SITE["gallery"](pages)
+    assert re.findall(r"^## (.*)$", page, re.M) == ["One"]
+    assert re.findall(r"^\[.*", page, re.M) == [
+        "[![One](a/1.png){ loading=lazy } One](a/one.md#one)",
+        "[![What `x` is](2.svg){ loading=lazy } What `x` is](a/one.md#what-x-is)",
+    ]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_have_a_known_language(page: str) -> None:
     """Otherwise a block of Python could escape the test above."""
@@ -197,9 +210,9 @@ def test_the_citation_has_the_last_release() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     nav = yaml.safe_load(read("mkdocs.yml"))["nav"]
-    # Made of CHANGELOG.md, and of notebooks.
+    # Made of CHANGELOG.md, of notebooks, and of figures.
     notebooks = {path.relative_to(ROOT / "docs").with_suffix(".md") for path in NOTEBOOKS}
-    pages = {"changelog.md", *(page.as_posix() for page in notebooks)}
+    pages = {"changelog.md", "gallery.md", *(page.as_posix() for page in notebooks)}
     assert set(leaves(nav)) == pages | {
         page.removeprefix("docs/") for page in PAGES if page != "README.md"
     }

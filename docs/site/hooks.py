@@ -1,4 +1,4 @@
-"""Hooks of the site: the changelog, files outside docs/, and formulas as MathML."""
+"""Hooks of the site: generated pages, files outside docs/, and formulas as MathML."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
-from pages import NOTEBOOKS, ROOT, converted
+from pages import NOTEBOOKS, ROOT, converted, gallery
 
 CHANGELOG = "changelog.md"
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
@@ -21,11 +21,18 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>',
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the changelog and the notebooks as pages, and the plots of the benchmarks."""
+    """Add notebooks, the gallery and the changelog as pages, and the plots of the benchmarks."""
+    pages = {}
     for notebook in sorted(NOTEBOOKS.rglob("*.ipynb")):
         folder = notebook.parent.relative_to(ROOT / "docs").as_posix()
         for name, content in converted(notebook, config.extra["repository"]).items():
-            files.append(File.generated(config, f"{folder}/{name}", content=content))
+            path = f"{folder}/{name}"
+            files.append(File.generated(config, path, content=content))
+            if isinstance(content, str):
+                pages[path] = content
+    docs = ROOT / "docs"
+    pages |= {p.relative_to(docs).as_posix(): p.read_text() for p in sorted(docs.rglob("*.md"))}
+    files.append(File.generated(config, "gallery.md", content=gallery(pages)))
     text = (ROOT / "CHANGELOG.md").read_text()
     files.append(File.generated(config, CHANGELOG, content=text))
     for plot in sorted((ROOT / "benchmarks" / "results").glob("*.png")):

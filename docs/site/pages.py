@@ -1,9 +1,11 @@
-"""Pages made of notebooks. Needs neither MkDocs nor Jupyter."""
+"""Pages made of notebooks, and a gallery of all figures. Needs neither MkDocs nor Jupyter."""
 
 from __future__ import annotations
 
 import base64
 import json
+import posixpath
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,17 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "docs" / "tutorials"
 INSTALL = "install"  # the identifier of the first cell of every notebook
 GITHUB = "https://github.com/"
+BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+HEADING_OR_FIGURE = re.compile(r"^(#+) (.*)|!\[[^]]*\]\(([^)]*)\)", re.MULTILINE)
+GALLERY = """\
+---
+search: { exclude: true }
+---
+
+# Gallery
+
+All figures of this site. Each leads to the section that makes or explains it.
+"""
 TEMPLATE = """\
 # Installs spikefuse if it is missing, as on Colab.
 import subprocess
@@ -72,3 +85,34 @@ def links(notebook: Path, repository: str) -> str:
         url = f"https://colab.research.google.com/github/{path}"
         buttons = {f'href="{url}"': "Open in Colab"} | buttons
     return " ".join(f'<a class="md-button" {a}>{text}</a>' for a, text in buttons.items())
+
+
+def gallery(pages: dict[str, str]) -> str:
+    """A page that shows the figures of other pages, given by their path and text, once each."""
+    text, shown = [GALLERY], set()
+    for path, page in pages.items():
+        found = []
+        for heading, figure in headed_figures(page):
+            figure = posixpath.normpath(posixpath.join(posixpath.dirname(path), figure))
+            if figure not in shown:
+                target = f"{path}#{slug(heading)}"
+                found.append(f"[![{heading}]({figure}){{ loading=lazy }} {heading}]({target})")
+            shown.add(figure)
+        if found:
+            title = re.search("^# (.*)", page, re.MULTILINE)[1]
+            text += [f"## {title}", '<div class="gallery" markdown>', *found, "</div>"]
+    return "\n\n".join(text)
+
+
+def headed_figures(page: str) -> Iterator[tuple[str, str]]:
+    """The figures of a page, each with the heading that it stands under."""
+    heading = ""
+    for level, title, figure in HEADING_OR_FIGURE.findall(BLOCK.sub("", page)):
+        heading = title if level else heading
+        if figure:
+            yield heading, figure
+
+
+def slug(heading: str) -> str:
+    """The anchor that MkDocs gives a heading."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
