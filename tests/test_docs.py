@@ -82,7 +82,7 @@ def run(source: str, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_notebooks_run(
     path: Path, own_threads: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their cells run in order, without data sets, and the outputs in the file are of one run."""
+    """Their cells run in order, without datasets, and the outputs in the file are of one run."""
     monkeypatch.setenv("SPIKEFUSE_DATA", str(tmp_path))
     cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
