@@ -43,6 +43,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Let links between files of the repository, as GitHub shows them, point into the site."""
+    if page.parent is None:  # the sidebar would repeat its tab
+        page.meta.setdefault("hide", ["navigation"])
     name = page.file.src_uri
     folder = "" if name == CHANGELOG else posixpath.join("docs", posixpath.dirname(name))
 
