@@ -111,18 +111,17 @@ def test_the_installing_cell_installs_only_what_is_missing(monkeypatch: pytest.M
 
 def test_pages_of_notebooks_have_buttons() -> None:
     """Colab opens repositories of GitHub only."""
-    page = SITE["converted"](NOTEBOOKS[0], "https://github.com/someone/code")[
-        f"{NOTEBOOKS[0].stem}.md"
+    path, name = NOTEBOOKS[0], f"{NOTEBOOKS[0].stem}.md"
+    pages = [
+        SITE["converted"](path, f"https://{host}/someone/code")[name]
+        for host in ("github.com", "example.org")
     ]
-    name = f"someone/code/blob/main/{NOTEBOOK_PAGES[0]}"
-    assert f'href="https://colab.research.google.com/github/{name}"' in page
-    assert "Installs spikefuse" not in page
-    elsewhere = SITE["converted"](NOTEBOOKS[0], "https://example.org/code")[
-        f"{NOTEBOOKS[0].stem}.md"
-    ]
-    for text in (page, elsewhere):
-        assert re.match(rf'# .*\n\n<a .*href="{NOTEBOOKS[0].name}" download', text)
-    assert "colab" not in elsewhere
+    for page in pages:
+        assert re.match(rf'# .*\n\n<a .*href="{path.name}" download', page)
+        assert "Installs spikefuse" not in page
+    notebook = f"github/someone/code/blob/main/{NOTEBOOK_PAGES[0]}"
+    assert f'href="https://colab.research.google.com/{notebook}"' in pages[0]
+    assert "colab" not in pages[1]
 
 
 def test_the_gallery_shows_figures_of_pages_once() -> None:
