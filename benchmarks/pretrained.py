@@ -43,7 +43,7 @@ IMAGES = 500  # test examples of the report
 def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("pretrained", __doc__)
     parser.add_argument("--names", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--data-dir", type=Path, help="folder of the data sets")
+    parser.add_argument("--data-dir", type=Path, help="folder of the datasets")
     args = runner.parse(parser, argv)
     args.device = "cpu"
     if args.quick:

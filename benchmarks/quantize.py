@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> Path:
     add("--finetuning", type=int, default=4, help="epochs of further training (4)")
     add("--finetuning-lr", type=float, default=2e-3, help="highest learning rate of them (2e-3)")
     add("--seed", type=int, default=0, help="(0)")
-    add("--data-dir", type=Path, help="folder of the data sets")
+    add("--data-dir", type=Path, help="folder of the datasets")
     args = runner.parse(parser, argv)
     args.finetuning = 1 if args.quick else args.finetuning
     args.usual_name = f"quantize_{Path(args.network).stem}"

@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument("recipe", choices=PAPERS, metavar="RECIPE",
                         help=f"one of {', '.join(PAPERS)}")  # fmt: skip
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run each (0)")
-    parser.add_argument("--data-dir", type=Path, help="folder of the data sets")
+    parser.add_argument("--data-dir", type=Path, help="folder of the datasets")
     args = runner.parse(parser, argv)
     args.usual_name = f"reproduce_{args.recipe}"
     config = ["--config", args.recipe]

@@ -111,5 +111,5 @@ def main(epochs: int, nmnist: str | None = None, count: int = 800) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--nmnist", metavar="FOLDER", help="of the data set")
+    parser.add_argument("--nmnist", metavar="FOLDER", help="of the dataset")
     main(**vars(parser.parse_args()))

@@ -176,7 +176,7 @@ def _write(read: Any, library: str, path: str, limit: int, seconds: float) -> No
 
 
 def _opened(library: str, path: str, limit: int) -> AbstractContextManager[Any]:
-    """Open an HDF5 file, unless its data sets claim more bytes; return other paths."""
+    """Open an HDF5 file, unless its datasets claim more bytes; return other paths."""
     if library != "h5py":
         return nullcontext(path)
     import h5py

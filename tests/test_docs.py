@@ -9,6 +9,7 @@ import random
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import textwrap
 from contextlib import suppress
@@ -34,6 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/**/*.md"))]
 NOTEBOOKS = sorted(ROOT.glob("docs/tutorials/**/*.ipynb"))
 NOTEBOOK_PAGES = [path.relative_to(ROOT).as_posix() for path in NOTEBOOKS]
+SITE = runpy.run_path(str(ROOT / "docs" / "site" / "pages.py"))
+REPOSITORY = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["extra"]["repository"]
 # What may follow the three backticks. ```python no-run="needs a GPU"``` is compiled, but not run.
 FENCE = re.compile(r'(console|)|python( no-run="[^"]+")?')
 EXAMPLES = [
@@ -79,11 +82,59 @@ def run(source: str, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_notebooks_run(
     path: Path, own_threads: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their cells run in order, without data sets, and the outputs in the file are of one run."""
+    """Their cells run in order, without datasets, and the outputs in the file are of one run."""
     monkeypatch.setenv("SPIKEFUSE_DATA", str(tmp_path))
     cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
     run_notebook(path, monkeypatch)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_first_cell_of_a_notebook_installs_spikefuse(path: Path) -> None:
+    first = json.loads(path.read_text())["cells"][0]
+    template = SITE["TEMPLATE"].format(repository=REPOSITORY)
+    assert ("".join(first["source"]), first["id"]) == (template, SITE["INSTALL"])
+
+
+def test_the_installing_cell_installs_only_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
+    cell = SITE["TEMPLATE"].format(repository="https://example.org/code")
+    exec(cell, {})
+    assert commands == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    exec(cell, {})
+    (command,) = commands
+    assert command[:4] == [sys.executable, "-m", "pip", "install"]
+    assert command[-1] == "spikefuse[train] @ git+https://example.org/code"
+
+
+def test_pages_of_notebooks_have_buttons() -> None:
+    """Colab opens repositories of GitHub only."""
+    path, name = NOTEBOOKS[0], f"{NOTEBOOKS[0].stem}.md"
+    pages = [
+        SITE["converted"](path, f"https://{host}/someone/code")[name]
+        for host in ("github.com", "example.org")
+    ]
+    for page in pages:
+        assert re.match(rf'# .*\n\n<a .*href="{path.name}" download', page)
+        assert "Installs spikefuse" not in page
+    notebook = f"github/someone/code/blob/main/{NOTEBOOK_PAGES[0]}"
+    assert f'href="https://colab.research.google.com/{notebook}"' in pages[0]
+    assert "colab" not in pages[1]
+
+
+def test_the_gallery_shows_figures_of_pages_once() -> None:
+    """With the heading that each stands under; not what a block of code contains."""
+    code = "```python\n# no\n![f](no.png)\n```"
+    first = f"# One\n\n![f](1.png)\n\n## What `x` is\n\n{code}\n![f](../2.svg)"
+    pages = {"a/one.md": first, "two.md": "# Two\n\n![again](2.svg)", "three.md": "# Three"}
+    page = SITE["gallery"](pages)
+    assert re.findall(r"^## (.*)$", page, re.M) == ["One"]
+    assert re.findall(r"^\[.*", page, re.M) == [
+        "[![One](a/1.png){ loading=lazy } One](a/one.md#one)",
+        "[![What `x` is](2.svg){ loading=lazy } What `x` is](a/one.md#what-x-is)",
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -158,9 +209,9 @@ def test_the_citation_has_the_last_release() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     nav = yaml.safe_load(read("mkdocs.yml"))["nav"]
-    # Made of CHANGELOG.md, and of notebooks.
+    # Made of CHANGELOG.md, of notebooks, and of figures.
     notebooks = {path.relative_to(ROOT / "docs").with_suffix(".md") for path in NOTEBOOKS}
-    pages = {"changelog.md", *(page.as_posix() for page in notebooks)}
+    pages = {"changelog.md", "gallery.md", *(page.as_posix() for page in notebooks)}
     assert set(leaves(nav)) == pages | {
         page.removeprefix("docs/") for page in PAGES if page != "README.md"
     }

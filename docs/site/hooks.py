@@ -1,21 +1,17 @@
-"""Hooks of the site: the changelog, files outside docs/, and formulas as MathML."""
+"""Hooks of the site: generated pages, files outside docs/, and formulas as MathML."""
 
 from __future__ import annotations
 
-import base64
-import json
 import posixpath
 import re
-import textwrap
 from html import unescape
-from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from pages import NOTEBOOKS, ROOT, converted, gallery
 
-ROOT = Path(__file__).resolve().parents[2]
 CHANGELOG = "changelog.md"
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
 LOADED = re.compile(
@@ -25,11 +21,18 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>',
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the changelog and the notebooks as pages, and the plots of the benchmarks."""
-    for notebook in sorted((ROOT / "docs" / "tutorials").rglob("*.ipynb")):
+    """Add notebooks, the gallery and the changelog as pages, and the plots of the benchmarks."""
+    pages = {}
+    for notebook in sorted(NOTEBOOKS.rglob("*.ipynb")):
         folder = notebook.parent.relative_to(ROOT / "docs").as_posix()
-        for name, content in converted(notebook).items():
-            files.append(File.generated(config, f"{folder}/{name}", content=content))
+        for name, content in converted(notebook, config.extra["repository"]).items():
+            path = f"{folder}/{name}"
+            files.append(File.generated(config, path, content=content))
+            if isinstance(content, str):
+                pages[path] = content
+    docs = ROOT / "docs"
+    pages |= {p.relative_to(docs).as_posix(): p.read_text() for p in sorted(docs.rglob("*.md"))}
+    files.append(File.generated(config, "gallery.md", content=gallery(pages)))
     text = (ROOT / "CHANGELOG.md").read_text()
     files.append(File.generated(config, CHANGELOG, content=text))
     for plot in sorted((ROOT / "benchmarks" / "results").glob("*.png")):
@@ -38,32 +41,10 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def converted(notebook: Path) -> dict[str, str | bytes]:
-    """The page of a notebook and its figures, by name of the file."""
-    found: dict[str, str | bytes] = {}
-    text = []
-    for cell in json.loads(notebook.read_text())["cells"]:
-        source = "".join(cell["source"])
-        text.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
-        outputs = cell.get("outputs", [])
-        printed = "".join("".join(o["text"]) for o in outputs if o["output_type"] == "stream")
-        text += [f"```text\n{wrapped(printed.rstrip())}\n```"] if printed else []
-        for figure in [o["data"]["image/png"] for o in outputs if "data" in o]:
-            name = f"{notebook.stem}-{len(found)}.png"
-            found[name] = base64.b64decode(figure)
-            text.append(f"![figure]({name})")
-    text.append(f'<a href="{notebook.name}" download>Download this page as a notebook</a>')
-    return found | {f"{notebook.stem}.md": "\n\n".join(text)}
-
-
-def wrapped(printed: str) -> str:
-    """Break sentences that are wider than the page; tables, which have wide gaps, stay."""
-    lines = printed.split("\n")
-    return "\n".join(s if "  " in s.strip() else textwrap.fill(s, 92) or s for s in lines)
-
-
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Let links between files of the repository, as GitHub shows them, point into the site."""
+    if page.parent is None:  # the sidebar would repeat its tab
+        page.meta.setdefault("hide", ["navigation"])
     name = page.file.src_uri
     folder = "" if name == CHANGELOG else posixpath.join("docs", posixpath.dirname(name))
 

@@ -69,10 +69,10 @@ ARCHIVE_BYTES = 80_000 * IMAGE_BYTES  # 60000 images, the names of the classes, 
 
 @dataclass(frozen=True)
 class CifarFiles:
-    """How a data set is published.
+    """How a dataset is published.
 
     Args:
-        name: of the data set, and of its folder.
+        name: of the dataset, and of its folder.
         archive: of the binary batches; that of the pickled ones has "python" for "binary".
         sha256: of the archive.
         folders: of the batches in the two archives, binary and pickled.

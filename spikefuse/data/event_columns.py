@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-# Groups or data sets of an HDF5 file that hold the columns, and names of these.
+# Groups or datasets of an HDF5 file that hold the columns, and names of these.
 PLACES = ("events", "CD/events")
 NAMES = (
     ("x", "xs"),

@@ -1,4 +1,4 @@
-"""Read an HDF5 file of the Heidelberg data sets, in the process of spikefuse/isolated.py."""
+"""Read an HDF5 file of the Heidelberg datasets, in the process of spikefuse/isolated.py."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ def read(file: h5py.File) -> Iterator[np.ndarray]:
     """Yield the labels, then times and units of each recording, after a check of the layout.
 
     Raises:
-        ValueError: the file holds other data sets, or they are damaged.
+        ValueError: the file holds other datasets, or they are damaged.
     """
     labels, *columns = (file[name] for name in ("labels", "spikes/times", "spikes/units"))
     shapes = [part.shape for part in (labels, *columns)]

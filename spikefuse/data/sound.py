@@ -22,7 +22,7 @@ NUM_MELS = 40
 WINDOW, FFT = 400, 512  # samples: 25 ms, and the next power of two
 LOWEST = 20.0  # Hz: below it, microphones record no speech
 FLOOR = -100.0  # decibels, near the rounding of 16-bit samples
-MAX_BYTES = 1 << 24  # of a file; those of the data set have 32,044 at most
+MAX_BYTES = 1 << 24  # of a file; those of the dataset have 32,044 at most
 
 
 @dataclass(frozen=True)

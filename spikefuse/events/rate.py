@@ -18,7 +18,7 @@ def scale_to_rate(net: nn.Module, x: Events | Tensor, rate: float) -> dict[str, 
     """Scale the weights of each layer, in place, so that its neurons fire at `rate` on `x`.
 
     Layers are scaled in order, each on the events of those before, by bisection. The scale depends
-    on how the spikes of a data set coincide in time, so no formula gives it.
+    on how the spikes of a dataset coincide in time, so no formula gives it.
 
     Args:
         net: a sequence of `EventLinear`, such as `spikefuse.models.event_mlp` returns; modules

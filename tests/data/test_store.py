@@ -104,7 +104,7 @@ def test_changed_key_recomputes_frames(source: Source, tmp_path: Path) -> None:
     load_frames("name", source.recordings, dataclasses.replace(SLICING, num_steps=5))
     load_frames("name", source.recordings, dataclasses.replace(SLICING, by="time"))
     load_frames("name", source.recordings, dataclasses.replace(SLICING, bits=8))
-    source.file.write_bytes(b"other content of the same data set")
+    source.file.write_bytes(b"other content of the same dataset")
     load_frames("name", source.recordings, SLICING)
     assert source.reads == len(cached(tmp_path)) == 6
 
@@ -176,7 +176,7 @@ def test_default_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_folders_of_equal_names_sizes_and_dates(source: Source, tmp_path: Path) -> None:
-    """Such as two copies of a data set, and a file that was replaced with the date of the first."""
+    """Such as two copies of a dataset, and a file that was replaced with the date of the first."""
     (tmp_path / "other").mkdir()
     other, status = Source(tmp_path / "other"), source.file.stat()
     other.events.reverse()

@@ -132,7 +132,7 @@ def test_resume_with_other_examples(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Such as after files of a data set were deleted."""
+    """Such as after files of a dataset were deleted."""
     before = (trained / "last.ckpt").read_bytes()
     train, test = load_data("digits")
     monkeypatch.setattr(DataModule, "load", lambda self: (train[:700], test))
