@@ -330,9 +330,11 @@ class _Operations:
         if in_place and self.gradients:
             # PyTorch's own derivatives may modify temporary tensors in place.
             in_place, packet = False, getattr(torch.ops.aten, packet.__name__.removesuffix("_"))
+        fix = "; write v = v + x in place of v += x, and torch.where in place of v[mask] = x"
         problem: str | None = (
             "kernels consist of pointwise operations that change nothing in place "
-            '(docs/write-a-neuron.md lists them); impl="reference" runs the eager loop'
+            f'(docs/write-a-neuron.md lists them){fix * in_place}; impl="reference" runs the eager '
+            "loop"
         )
         if not in_place and self._is_supported(packet):
             args = [self._float32(a) for a in args]

@@ -195,6 +195,8 @@ class DelayedLinear(_Delays):
                 f"DelayedLinear: a step of the input has shape {list(x.shape[1:])}: expected "
                 f"[B, {self.in_features}]"
             )
+        if not x.shape[1]:  # a convolution takes no empty image
+            return F.linear(x[self.max_delay :], self.taps().sum(-1), self.bias)
         # Time and batch as the dims of an image whose memory is channels-last: nothing is copied.
         image, taps = x.permute(2, 0, 1).unsqueeze(0), self.taps().unsqueeze(-1)
         return F.conv2d(image, taps, self.bias).squeeze(0).permute(1, 2, 0)

@@ -84,6 +84,7 @@ def test_in_place_operations():
     line = in_place.__code__.co_firstlineno + 1
     assert f"uses 'add_' at {__file__}, line {line}: \"x += 1.0  # line 2\": " in message
     assert "change nothing in place" in message
+    assert "write v = v + x in place of v += x" in message
 
 
 @pytest.mark.parametrize(
