@@ -59,7 +59,7 @@ DECAY, THRESHOLD = 0.75, 1.0
 SHIFTS, JELLY, TF32 = "shifted sequences", "SpikingJelly", "TF32"
 # By device, T and N of psn; T, B and N of populations.
 Sizes = Mapping[str, Sequence[tuple[int, ...]]]
-PSN: Sizes = {"cuda": ((32, 1_000_000), (128, 250_000)), "cpu": ((32, 65_536), (128, 65_536))}
+PSN: Sizes = {"cuda": ((32, 1_000_000),), "cpu": ((32, 65_536),)}
 POPULATIONS: Sizes = {"cuda": ((100, 64, 256), (100, 256, 1024)), "cpu": ((100, 64, 256),)}
 QUICK: Sizes = {"psn": ((6, 40),), "populations": ((20, 4, 64),)}
 # Allowed differences: of spikes and gradients of inputs; of parameters, whose gradients are sums
@@ -75,6 +75,8 @@ def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("methods", __doc__, rounds=7)
     parser.add_argument("what", nargs="*", default=list(CASES), help=f"of {', '.join(CASES)} (all)")
     args = runner.parse(parser, argv)
+    if len(args.what) == 1:  # beside the result of all
+        args.name = f"methods_{args.what[0]}"
     device = torch.device(args.device)
     cases = []
     for what in args.what:

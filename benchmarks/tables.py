@@ -116,7 +116,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "block": ("block", each(sections.block), BENCH),
     "recurrent": ("recurrent", each(sections.recurrent), SCRIPT.format("recurrent")),
     "delays": ("delays", each(sections.recurrent), SCRIPT.format("delays")),
-    "methods": ("methods", each(sections.recurrent), BENCH),
+    "methods": ("methods*", each(sections.recurrent), BENCH),
     "ddp": ("ddp*", each(training_sections.ddp), TORCHRUN.format(2, "parallel data")),
     "time-sharding": (
         "time_sharding",

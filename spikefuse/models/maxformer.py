@@ -34,6 +34,10 @@ def maxformer(
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size; tokens of the three
     stages have 4, 8 and 16 rows of pixels.
 
+    Example::
+
+        net = sf.Temporal(sf.models.maxformer_10_384(sf.LIF, 3, 10, (64, 64)))
+
     Args:
         neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
         depths: blocks of the three stages. The first two have depthwise convolutions of 7 x 7 and

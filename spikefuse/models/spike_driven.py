@@ -174,6 +174,11 @@ def sdt_v3(
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size; tokens have 16 x 16
     pixels.
 
+    Example::
+
+        neuron = lambda: sf.IntegerLIF(levels=4)
+        net = sf.Temporal(sf.models.sdt_v3_5m(neuron, 3, 10, (64, 64)))
+
     Args:
         neuron, in_channels, num_classes, size, channels, depths, num_heads, mlp_ratio: see
             `sdt_v2`. Blocks of the stages with attention begin with a separable convolution.

@@ -89,6 +89,8 @@ class Loop(OnSequences):
     ) -> Any:
         if state is None and not return_state:
             return super().forward(x)
+        if not isinstance(state, tuple | None) or len(state or (0, 0)) != 2:
+            raise TypeError(f"state is a {type(state).__name__}: expected one of an earlier call")
         last, states = state or ((), {})
         outputs, last, finals = call_untraced(self._run, x, last, states)
         return (outputs, (last, {**states, **finals})) if return_state else outputs
@@ -134,7 +136,14 @@ class Loop(OnSequences):
                 1, names, batch, impl=impl, initial=initial, final=True, policy=policy
             )
             with call:
-                found = self.body(now, *last)
+                try:
+                    found = self.body(now, *last)
+                except Exception as error:
+                    error.add_note(
+                        f"The body of Loop was called with x {list(now.shape)} and its last "
+                        f"outputs {[list(y.shape) for y in last]}"
+                    )
+                    raise
             last = self._outputs(found, batch)
             finals.update(call.finals)
             steps.append(last)

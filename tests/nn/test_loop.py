@@ -152,3 +152,9 @@ def test_wrong_arguments():
     body.ie = nn.Linear(5, 6)
     with pytest.raises(ValueError, match=match):
         sf.Loop(body, (6,), (5,))(torch.rand(2, 3, 6))
+    loop = sf.Loop(Populations(), (7,), (4,))
+    with pytest.raises(RuntimeError) as caught:
+        loop(torch.rand(2, 3, 6))
+    assert "x [3, 6] and its last outputs [[3, 7], [3, 4]]" in caught.value.__notes__[0]
+    with pytest.raises(TypeError, match="state is a Tensor: expected one of an earlier call"):
+        loop(torch.rand(2, 3, 6), torch.rand(3, 6))
