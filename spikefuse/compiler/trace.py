@@ -184,6 +184,11 @@ def capture(
         raise
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         reason = str(error).split("\n")[0].split(". ")[0]
+        if reason.startswith("derivative for"):
+            raise UnsupportedOperation(
+                f"{step} can't be compiled: {reason} by PyTorch: make spikes with a surrogate, as "
+                "in self.surrogate(v - threshold), or call the operation on x.detach()"
+            ) from error
         raise UnsupportedOperation(
             f"{step} can't be compiled: {reason}, at {_user_line(error)}. A tensor is the value of "
             "one neuron there and has no dimensions: keep several values in an nn.ParameterList or "

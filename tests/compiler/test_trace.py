@@ -103,6 +103,15 @@ def test_the_reason(function, hint):
     assert line_of(function) in message
 
 
+def test_an_operation_without_a_derivative():
+    message = complaint(defined_by(lambda self, x, v: torch.heaviside(x, v)), reference=False)
+    assert message.startswith("the derivative of Defined.step can't be compiled: derivative for")
+    assert "make spikes with a surrogate" in message
+    detached = defined_by(lambda self, x, v: torch.heaviside(x.detach() - 0.5, v.detach()))
+    x = torch.rand(2, 3, 3)
+    assert torch.equal(detached(x), detached(x, impl="reference"))
+
+
 BRANCHES = {
     "if": lambda self, x, v: x if x > 0 else v,
     "and": lambda self, x, v: (x > 0) and (v > 0),
