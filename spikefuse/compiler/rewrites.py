@@ -93,6 +93,15 @@ def _clamp(
     return x if max is None else b.op("minimum", x, max)
 
 
+def _hardtanh_backward(b: Builder, g: Operand, x: Operand, low: float, high: float) -> Operand:
+    is_inside = b.op("and", b.op("gt", x, low), b.op("lt", x, high))
+    return b.op("where", is_inside, g, 0.0)
+
+
+def _heaviside(b: Builder, x: Operand, at_zero: Operand) -> Operand:
+    return b.op("where", b.op("eq", x, 0.0), at_zero, b.op("float", b.op("gt", x, 0.0)))
+
+
 def _sign(b: Builder, x: Operand) -> Operand:
     return b.op("sub", b.op("float", b.op("gt", x, 0.0)), b.op("float", b.op("lt", x, 0.0)))
 
@@ -341,8 +350,12 @@ REWRITES: dict[Any, Callable[..., Operand]] = {
     aten.elu_backward: _elu_backward,
     aten.lerp: _lerp,
     aten.relu: lambda b, x: b.op("maximum", x, 0.0),
+    aten.threshold: lambda b, x, t, value: b.op("where", b.op("le", x, t), value, x),
     aten.threshold_backward: lambda b, g, x, t: b.op("where", b.op("le", x, t), 0.0, g),
     aten.clamp: _clamp,
+    aten.hardtanh: lambda b, x, low=-1.0, high=1.0: _clamp(b, x, low, high),
+    aten.hardtanh_backward: _hardtanh_backward,
+    aten.heaviside: _heaviside,
     aten.sign: _sign,
     aten.sgn: _sign,
     aten.masked_fill: lambda b, x, mask, value: b.op("where", mask, value, x),

@@ -184,6 +184,11 @@ def capture(
         raise
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         reason = str(error).split("\n")[0].split(". ")[0]
+        if reason.startswith("derivative for"):
+            raise UnsupportedOperation(
+                f"{step} can't be compiled: {reason} by PyTorch: make spikes with a surrogate, as "
+                "in self.surrogate(v - threshold), or call the operation on x.detach()"
+            ) from error
         raise UnsupportedOperation(
             f"{step} can't be compiled: {reason}, at {_user_line(error)}. A tensor is the value of "
             "one neuron there and has no dimensions: keep several values in an nn.ParameterList or "
@@ -330,9 +335,11 @@ class _Operations:
         if in_place and self.gradients:
             # PyTorch's own derivatives may modify temporary tensors in place.
             in_place, packet = False, getattr(torch.ops.aten, packet.__name__.removesuffix("_"))
+        fix = "; write v = v + x in place of v += x, and torch.where in place of v[mask] = x"
         problem: str | None = (
             "kernels consist of pointwise operations that change nothing in place "
-            '(docs/write-a-neuron.md lists them); impl="reference" runs the eager loop'
+            f'(docs/write-a-neuron.md lists them){fix * in_place}; impl="reference" runs the eager '
+            "loop"
         )
         if not in_place and self._is_supported(packet):
             args = [self._float32(a) for a in args]

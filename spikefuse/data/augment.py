@@ -44,7 +44,7 @@ def random_shift(batch: Tensor, distance: int, generator: torch.Generator | None
         return batch
     num, height, width = batch.shape[0], batch.shape[-2], batch.shape[-1]
     device = batch.device
-    planes = F.pad(batch.reshape(num, -1, height, width), (distance,) * 4)
+    planes = F.pad(_planes(batch, height), (distance,) * 4)
     offsets = torch.randint(0, 2 * distance + 1, (2, num, 1), device=device, generator=generator)
     rows = offsets[0] + torch.arange(height, device=device)
     columns = offsets[1] + torch.arange(width, device=device)
@@ -195,7 +195,7 @@ def drop_events(batch: Tensor, generator: torch.Generator | None = None) -> Tens
     first = (_uniform(batch, generator) * (num_steps - steps + 1)).floor()
     empty = (kind == 1).unsqueeze(1) & _between(num_steps, first, steps)
     # Without rows, the area is a range of columns.
-    flat = batch.reshape(num, -1, height, width)
+    flat = _planes(batch, height)
     sizes = ((sixth / 20 * extent).round() for extent in (height, width))
     rows, columns = (size.clamp(min=1) for size in sizes)
     area = _boxes(flat, rows, columns, generator, within=True)
@@ -353,6 +353,12 @@ def _uniform(batch: Tensor, generator: torch.Generator | None) -> Tensor:
 
 def _per_example(values: Tensor, batch: Tensor) -> Tensor:
     return values.view(-1, *[1] * (batch.ndim - 1))
+
+
+def _planes(batch: Tensor, height: int) -> Tensor:
+    """View a batch, which may be empty, as `[B, C, H, W]`."""
+    num, width = batch.shape[0], batch.shape[-1]
+    return batch.reshape(num, batch.shape[1:-1].numel() // height, height, width)
 
 
 def _check(batch: Tensor, probability: float = 0.0) -> None:

@@ -138,7 +138,8 @@ def _problems(columns: Sequence[np.ndarray], size: tuple[int, ...]) -> Iterator[
             wrong |= values != np.rint(values)
         if wrong.any():
             found = f"an event has {name} = {values[wrong][0]:.10g}"
-            yield f"{found}, expected a whole number from 0 to {limit - 1}"
+            unit = " of microseconds" if name == "t" else ""
+            yield f"{found}, expected a whole number{unit} from 0 to {limit - 1}"
 
 
 def steps_back(t: np.ndarray) -> bool:

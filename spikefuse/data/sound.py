@@ -87,10 +87,13 @@ def log_mel(samples: Tensor, num_steps: int, dt: int = 10_000, num_mels: int = N
 
     Raises:
         TypeError: the samples are not floating-point numbers.
-        ValueError: a number is less than 1, or so many bands that some are empty.
+        ValueError: the samples are not `[N]`, a number is less than 1, or so many bands that some
+            are empty.
     """
     if not samples.is_floating_point():
         raise TypeError(f"samples are {samples.dtype}: expected floating point, from -1 to 1")
+    if samples.ndim != 1:
+        raise ValueError(f"samples have shape {list(samples.shape)}: expected one channel, [N]")
     if min(num_steps, dt, num_mels) < 1:
         raise ValueError(
             f"num_steps is {num_steps}, dt {dt}, num_mels {num_mels}: expected at least 1"

@@ -109,7 +109,7 @@ def _move(batch: Tensor, angle: Tensor, shear: list[Tensor], shift: list[Tensor]
 
     Rotation is about the centre, and shear about the upper left corner. The nearest pixel is taken.
     """
-    num, _, height, width = batch.shape
+    height, width = batch.shape[2:]
     device = batch.device
     x = (torch.arange(width, device=device) + 0.5).view(1, 1, -1)
     y = (torch.arange(height, device=device) + 0.5).view(1, -1, 1)
@@ -123,7 +123,8 @@ def _move(batch: Tensor, angle: Tensor, shear: list[Tensor], shift: list[Tensor]
     )
     inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
     source = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
-    moved = batch.flatten(2).gather(2, source.view(num, 1, -1).expand(batch.flatten(2).shape))
+    flat = batch.flatten(2)
+    moved = flat.gather(2, source.flatten(1).unsqueeze(1).expand(flat.shape))
     return moved.view(batch.shape) * inside.unsqueeze(1)
 
 

@@ -41,7 +41,7 @@ def raster(
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: `spikes` has fewer than two dims.
+        TypeError, ValueError: `spikes` is not a tensor, or has fewer than two dims.
     """
     rows = _by_neuron(spikes, "spikes")
     axes = _axes_or_new(axes)
@@ -76,7 +76,7 @@ def traces(
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: `values` has fewer than two dims.
+        TypeError, ValueError: `values` is not a tensor, or has fewer than two dims.
     """
     rows = _by_neuron(values, "values")
     axes = _axes_or_new(axes)
@@ -205,6 +205,8 @@ def _images(frames: Tensor) -> Tensor:
 
 
 def _by_neuron(x: Tensor, name: str) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}: expected a tensor [T, ...] of one sample")
     if x.ndim < 2:
         raise ValueError(
             f"{name} has shape {list(x.shape)}: expected [T, ...] of one sample, such as "

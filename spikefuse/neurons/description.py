@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Generic
 
 import numpy as np
@@ -169,7 +169,7 @@ def _constant(owner: str, name: str, value: Any) -> Any:
     """Return a static attribute as part of a key, compared by value."""
     if isinstance(value, int | float | np.generic) and not isinstance(value, Enum):
         return type(value), repr(value)  # distinguishes True from 1, and -0.0 from 0.0
-    if isinstance(value, _CONSTANTS):
+    if _is_immutable(value):
         return value
     if isinstance(value, _CONTAINERS):
         items = value.items() if isinstance(value, dict) else value
@@ -194,7 +194,16 @@ def _is_observed(module: nn.Module, constants: Iterable[Any]) -> bool:
 def _is_mutable(value: Any) -> bool:
     if isinstance(value, tuple | frozenset):
         return any(map(_is_mutable, value))
-    return not isinstance(value, _CONSTANTS)
+    return not _is_immutable(value)
+
+
+def _is_immutable(value: Any) -> bool:
+    """Whether a value is a constant that is no container, or a method of a class, such as `apply`
+    of a `torch.autograd.Function`."""
+    if isinstance(value, MethodType):
+        value = value.__self__
+        return isinstance(value, type)
+    return isinstance(value, _CONSTANTS)
 
 
 def bind(

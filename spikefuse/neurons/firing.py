@@ -29,8 +29,9 @@ class Firing(Neuron):
     """
 
     _option_hint = (
-        "decay_from_tau(tau) converts a time constant to a decay; docs/differences.md lists the "
-        "equivalents of other libraries' options"
+        "decay_from_tau(tau) converts a time constant to a decay; outputs= and state= are "
+        "arguments of the call; docs/differences.md lists the equivalents of other libraries' "
+        "options"
     )
 
     def __init__(

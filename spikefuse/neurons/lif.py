@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
@@ -11,9 +13,11 @@ from spikefuse.neurons.firing import Firing, Reset
 from spikefuse.neurons.parameters import Value, number
 from spikefuse.neurons.surrogate import Surrogate
 
+Tau = TypeVar("Tau", float, Tensor)
 
-def decay_from_tau(tau: float, dt: float = 1.0, exact: bool = False) -> float:
-    """Return the decay that corresponds to a membrane time constant.
+
+def decay_from_tau(tau: Tau, dt: float = 1.0, exact: bool = False) -> Tau:
+    """Return the decay that corresponds to a membrane time constant, or the decays of a tensor.
 
     Example::
 
@@ -21,7 +25,7 @@ def decay_from_tau(tau: float, dt: float = 1.0, exact: bool = False) -> float:
         spikes = neuron(torch.rand(100, 32, 128))
 
     Args:
-        tau: time constant, in the unit of `dt`.
+        tau: time constant, in the unit of `dt`; a number or a tensor.
         dt: duration of a time step.
         exact: `exp(-dt / tau)`, the solution of the membrane equation over one step; otherwise
             its first-order form `1 - dt / tau`, which SpikingJelly uses (k_tau = 1 - 1/tau in
@@ -30,11 +34,12 @@ def decay_from_tau(tau: float, dt: float = 1.0, exact: bool = False) -> float:
     Raises:
         ValueError: `tau` or `dt` is not positive and finite, or `tau < dt` without `exact`.
     """
-    if not (tau > 0 and dt > 0 and math.isfinite(tau) and math.isfinite(dt)):
+    least, most = (tau.min(), tau.max()) if isinstance(tau, Tensor) else (tau, tau)
+    if not (least > 0 and dt > 0 and math.isfinite(most) and math.isfinite(dt)):
         raise ValueError(f"tau, dt are {tau!r}, {dt!r}: expected positive finite numbers")
     if exact:
-        return math.exp(-dt / tau)
-    if tau < dt:
+        return torch.exp(-dt / tau) if isinstance(tau, Tensor) else math.exp(-dt / tau)
+    if least < dt:
         raise ValueError(f"tau is {tau!r}: expected at least dt = {dt!r}, or exact=True")
     return 1 - dt / tau
 

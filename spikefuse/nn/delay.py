@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spikefuse.neurons.parameters import is_integer
 from spikefuse.nn.over_time import OnSequences
 
 
@@ -33,13 +34,13 @@ class _Delays(OnSequences):
 
     def __init__(self, shape: tuple[int, ...], max_delay: int) -> None:
         super().__init__()
-        if type(max_delay) is not int or max_delay < 1 or min(shape) < 1:
+        if not all(is_integer(size, 1) for size in (max_delay, *shape)):
             raise ValueError(
                 f"max_delay is {max_delay!r}, for delays of shape {list(shape)}: expected integers "
                 "of at least 1"
             )
-        self.history = self.max_delay = max_delay
-        self.delay = nn.Parameter(torch.rand(shape) * max_delay)
+        self.history = self.max_delay = int(max_delay)
+        self.delay = nn.Parameter(torch.rand(shape) * self.max_delay)
 
     def delays(self) -> Tensor:
         """Return the delays in steps, within `[0, max_delay]`, rounded in evaluation mode."""
@@ -195,6 +196,8 @@ class DelayedLinear(_Delays):
                 f"DelayedLinear: a step of the input has shape {list(x.shape[1:])}: expected "
                 f"[B, {self.in_features}]"
             )
+        if not x.shape[1]:  # a convolution takes no empty image
+            return F.linear(x[self.max_delay :], self.taps().sum(-1), self.bias)
         # Time and batch as the dims of an image whose memory is channels-last: nothing is copied.
         image, taps = x.permute(2, 0, 1).unsqueeze(0), self.taps().unsqueeze(-1)
         return F.conv2d(image, taps, self.bias).squeeze(0).permute(1, 2, 0)

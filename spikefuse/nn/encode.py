@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spikefuse.neurons.parameters import is_integer
 from spikefuse.scan.checks import is_plain
 
 __all__ = ["delta", "direct", "latency", "poisson", "population"]
@@ -178,7 +179,7 @@ def population(
             `num_neurons` < 2, `low` >= `high` or `width` <= 0.
     """
     _check(x, 1)
-    if not isinstance(num_neurons, int) or num_neurons < 2:
+    if not is_integer(num_neurons, 2):
         raise ValueError(f"num_neurons is {num_neurons!r}: expected an integer of at least 2")
     spread = (high - low) / (num_neurons - 1) if width is None else width
     if not (low < high and spread > 0):
@@ -202,5 +203,5 @@ def _check(x: Tensor, num_steps: int) -> None:
         raise TypeError(f"x is a {type(x).__name__}: expected a tensor [B, ...]")
     if x.ndim == 0:
         raise ValueError("x has no dimensions: expected [B, ...]")
-    if not isinstance(num_steps, int) or num_steps < 1:
+    if not is_integer(num_steps, 1):
         raise ValueError(f"num_steps is {num_steps!r}: expected an integer of at least 1")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.neurons.definition import Neuron
+from spikefuse.neurons.parameters import is_integer
 from spikefuse.neurons.surrogate import Sigmoid, Surrogate
 from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.symbolic import leaf
@@ -139,9 +140,9 @@ class OverTime(OnSequences):
                 "body contains a neuron, or a layer over time: let it follow OverTime, inside "
                 "Temporal"
             )
-        if history is not None and (type(history) is not int or history < 0):
+        if not (history is None or is_integer(history, 0)):
             raise ValueError(f"history is {history!r}: expected a number of steps, or None")
-        self.body, self.history = body, history
+        self.body, self.history = body, None if history is None else int(history)
 
     def over_time(self, *inputs: Tensor) -> Tensor:
         return self.body(*inputs)

@@ -27,6 +27,7 @@ def valid_steps(lengths: Tensor, num_steps: int) -> Tensor:
     Raises:
         TypeError, ValueError: the lengths are not integers `[B]`, or, on a CPU, out of range.
     """
+    _check_tensor(lengths)
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise TypeError(f"lengths is {lengths.dtype}: expected integers")
     if lengths.ndim != 1:
@@ -114,9 +115,17 @@ def precise(x: Tensor) -> torch.dtype:
 
 def valid(x: Tensor, lengths: Tensor) -> Tensor:
     """Return which steps of `x` are not padding, `[T, B]`, on its device."""
+    _check_tensor(lengths)
     if lengths.shape != x.shape[1:2]:
         raise ValueError(
             f"lengths has shape {list(lengths.shape)} for {list(x.shape)}: expected [B] for "
             "[T, B, ...]"
         )
     return valid_steps(lengths, len(x)).to(x.device)
+
+
+def _check_tensor(lengths: Tensor) -> None:
+    if not isinstance(lengths, Tensor):
+        raise TypeError(
+            f"lengths is a {type(lengths).__name__}: expected a tensor [B], torch.tensor(lengths)"
+        )

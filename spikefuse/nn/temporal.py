@@ -18,7 +18,7 @@ from spikefuse.nn.call import TemporalCall, saving_spikes
 from spikefuse.nn.checkpoint import containers
 from spikefuse.nn.nesting import map_tensors, map_values, named_values
 from spikefuse.nn.neuron import IMPLEMENTATIONS, check_module
-from spikefuse.nn.over_time import OnSequences
+from spikefuse.nn.over_time import OnSequences, OverTime
 from spikefuse.nn.reading import inside, note_on
 from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.checks import refuse_export
@@ -341,10 +341,13 @@ def layers_with_states(net: nn.Module, one_step: bool = False) -> dict[str, Neur
             norm takes its statistics from its input.
     """
     layers: dict[str, Neuron | OnSequences] = {}
+    bodies: tuple[str, ...] = ()  # of OverTime, where dim 0 is time
     for name, module in net.named_modules(prefix="net"):
+        if isinstance(module, OverTime):
+            bodies += (f"{name}.",)
         if isinstance(module, Neuron) or (isinstance(module, OnSequences) and module.state_names):
             layers[name] = module
-        elif isinstance(module, SEQUENTIAL):
+        elif isinstance(module, SEQUENTIAL) and not name.startswith(bodies):
             _refuse_sequential(name, module)
         elif one_step and isinstance(module, BatchNorm) and by_batch(module):
             raise ValueError(
@@ -360,7 +363,8 @@ def _refuse_sequential(name: str, layer: nn.Module) -> None:
     if not isinstance(layer, nn.MultiheadAttention):
         raise TypeError(
             f"{layer_name} has a memory of its own, but the layers here are called once for all "
-            "time steps: run it outside, as in nn.Sequential(Temporal(...), rnn, Temporal(...))"
+            "time steps: run it in an OverTime, or outside, as in "
+            "nn.Sequential(Temporal(...), rnn, Temporal(...))"
         )
     if not layer.batch_first:
         raise ValueError(

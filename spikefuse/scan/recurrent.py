@@ -72,10 +72,10 @@ class RecurrentCall(Call):
         self, arguments: Arguments[Tensor], wanted: Wanted, ahead: bool = False
     ) -> Results[Tensor]:
         (weight,), found = arguments.prologue, self.new_results(arguments, wanted)
+        self.execution = execution = execution_of(self.program, arguments.inputs)
         if not arguments.inputs[0].numel():
             zeroed = [x.zero_() for x in found.outputs], [x.zero_() for x in found.finals]
             return found._replace(outputs=zeroed[0], finals=zeroed[1])
-        self.execution = execution = execution_of(self.program, arguments.inputs)
         own, (states, start) = execution.program, _starts(arguments)
         starts = [s.detach().float().contiguous() for s in states]
         launcher = launcher_of(own.backend)

@@ -14,6 +14,7 @@ from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.description import owners
 from spikefuse.neurons.fixed_point import fixed_point
 from spikefuse.neurons.learnable import Learnable
+from spikefuse.neurons.parameters import is_integer
 from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.nn.call import Observer, Scan, observing
 from spikefuse.nn.recurrent import Recurrent
@@ -68,7 +69,7 @@ def quantize(net: Temporal, x: Tensor, weights: int | None = 8, states: int | No
     if not isinstance(net, Temporal):
         raise TypeError(f"net is {net!r}: expected a spikefuse.Temporal")
     for name, bits, most in (("weights", weights, 8), ("states", states, 16)):
-        if bits is not None and not (type(bits) is int and 2 <= bits <= most):
+        if bits is not None and not (is_integer(bits, 2) and bits <= most):
             raise ValueError(f"{name} is {bits!r}: expected bits from 2 to {most}, or None")
     modes = {name: module.training for name, module in net.named_modules()}
     result: Any = copied(net).eval()

@@ -114,6 +114,7 @@ UNARY = {
     "silu": F.silu,
     "gelu": F.gelu,
     "leaky_relu": F.leaky_relu,
+    "relu6": lambda x: F.relu6(3.0 * x) + F.hardtanh(x, -0.5, 0.75) + F.threshold(x, 0.25, 3.0),
     "2 ** x": lambda x: 2.0**x,
 }
 # These are defined for positive numbers.

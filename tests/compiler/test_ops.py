@@ -109,12 +109,17 @@ EXACT: dict[Any, tuple[Function, ...]] = {
         lambda x, y: torch.lerp(near(x), near(y), 0.75),
         lambda x, y: torch.lerp(near(x), near(y), 0.25),
     ),
+    aten.threshold: (lambda x, y: F.threshold(x, 0.25, -3.0),),
     aten.threshold_backward: (lambda x, y: aten.threshold_backward(x, y, 0.25),),
     aten.clamp: (
         lambda x, y: torch.clamp(x, -1.0, 2.0),
         lambda x, y: x.clamp(min=0.5),
         lambda x, y: x.clamp(max=y),
     ),
+    aten.hardtanh: (lambda x, y: F.relu6(x), lambda x, y: F.hardtanh(x, -0.5, 2.0)),
+    aten.hardtanh_backward: (lambda x, y: aten.hardtanh_backward(x, y, -0.5, 2.0),),
+    # It has no derivative, so that it is called in functions that have their own.
+    aten.heaviside: (lambda x, y: torch.heaviside(x.detach(), y.detach()),),
     aten.clamp_min: (lambda x, y: torch.clamp_min(x, -0.5), lambda x, y: torch.clamp_min(x, y)),
     aten.clamp_max: (lambda x, y: torch.clamp_max(x, 0.5), lambda x, y: torch.clamp_max(x, y)),
     aten.sign: (lambda x, y: torch.sign(torch.where(x == x, x, 0.0)),),

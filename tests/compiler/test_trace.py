@@ -84,6 +84,7 @@ def test_in_place_operations():
     line = in_place.__code__.co_firstlineno + 1
     assert f"uses 'add_' at {__file__}, line {line}: \"x += 1.0  # line 2\": " in message
     assert "change nothing in place" in message
+    assert "write v = v + x in place of v += x" in message
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,15 @@ def test_the_reason(function, hint):
     message = complaint(defined_by(function, exponent=2.0, base=2.0))
     assert hint in message
     assert line_of(function) in message
+
+
+def test_an_operation_without_a_derivative():
+    message = complaint(defined_by(lambda self, x, v: torch.heaviside(x, v)), reference=False)
+    assert message.startswith("the derivative of Defined.step can't be compiled: derivative for")
+    assert "make spikes with a surrogate" in message
+    detached = defined_by(lambda self, x, v: torch.heaviside(x.detach() - 0.5, v.detach()))
+    x = torch.rand(2, 3, 3)
+    assert torch.equal(detached(x), detached(x, impl="reference"))
 
 
 BRANCHES = {

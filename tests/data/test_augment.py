@@ -231,6 +231,11 @@ def test_no_shape_depends_on_a_value(name: str) -> None:
         assert augment(batch, seeded()).shape[0] == 40
 
 
+@pytest.mark.parametrize("name", AUGMENTATIONS.keys() - {"mixup", "cutmix"})
+def test_an_empty_batch(name: str) -> None:
+    assert AUGMENTATIONS[name](random_bytes((0, 3, 6, 5)), seeded()).numel() == 0
+
+
 def test_no_shift_and_no_flip() -> None:
     batch = random_bytes((4, 3, 6, 5))
     assert random_shift(batch, 0, seeded()) is batch

@@ -35,10 +35,10 @@ def test_an_event_outside_the_sensor_names_the_file(size: tuple[int, ...]) -> No
         (0, [3, np.nan, 2], "x = nan, expected a whole number from 0 to 3"),
         (1, [0, 1, 2], "y = 2, expected a whole number from 0 to 1"),
         (2, [0, 1, 2], "p = 2, expected a whole number from 0 to 1"),
-        (3, [30, -10, 20], "t = -10, expected a whole number from 0 to"),
-        (3, [30, np.inf, 20], "t = inf, expected a whole number from 0 to"),
-        (3, [30, np.nan, 20], "t = nan, expected a whole number from 0 to"),
-        (3, [30, 1e30, 20], r"t = 1e\+30, expected a whole number from 0 to"),
+        (3, [30, -10, 20], "t = -10, expected a whole number of microseconds from 0 to"),
+        (3, [30, np.inf, 20], "t = inf, expected a whole number of microseconds from 0 to"),
+        (3, [30, np.nan, 20], "t = nan, expected a whole number of microseconds from 0 to"),
+        (3, [30, 1e30, 20], r"t = 1e\+30, expected a whole number of microseconds from 0 to"),
     ],
 )
 def test_impossible_values_of_events(column: int, values: list[float], what: str) -> None:
@@ -52,7 +52,7 @@ def test_impossible_values_of_events(column: int, values: list[float], what: str
     ("t", "what"),
     [
         ([30, 10, 20], "event 1 has t = 10 after 30: sort the events by time"),
-        ([-30, 10, 20], "an event has t = -30, expected a whole number from 0 to"),
+        ([-30, 10, 20], "an event has t = -30, expected a whole number of microseconds from 0 to"),
         ([1, 2], r"x, y, p, t are .*: expected whole numbers \[E\] for E events"),
         ([1.0, 2.0, 3.0], r"x, y, p, t are .*float64"),
     ],

@@ -115,3 +115,8 @@ def test_missing_and_huge_files(tmp_path: Path) -> None:
         file.truncate(1 << 33)
     with pytest.raises(data.DataError, match=r"huge\.wav is damaged .*more than 16777216 bytes"):
         read_wav(tmp_path / "huge.wav")
+
+
+def test_one_channel_is_expected() -> None:
+    with pytest.raises(ValueError, match=r"samples have shape \[2, 100\]: expected one channel"):
+        log_mel(torch.zeros(2, 100), 4)

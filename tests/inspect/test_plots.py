@@ -79,6 +79,8 @@ def test_new_axes() -> None:
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"spikes has shape \[3\]: expected \[T, ...\]"):
         sf.plots.raster(torch.zeros(3))
+    with pytest.raises(TypeError, match=r"spikes is a ndarray: expected a tensor \[T, ...\]"):
+        sf.plots.raster(torch.zeros(3, 4).numpy())
     with pytest.raises(TypeError, match=r"rates is a list: expected what sf.record or sf.report"):
         sf.plots.rates([0.1])
     with pytest.raises(ValueError, match=r"frames have shape \[3, 4, 4\]"):

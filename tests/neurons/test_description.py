@@ -144,6 +144,41 @@ def test_objects_that_a_step_reads_are_refused(name):
         Reading(name)(torch.ones(1, 1, 1))
 
 
+class Rectangular(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.heaviside(x, torch.ones(()))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3.0 * grad * (ctx.saved_tensors[0].abs() < 0.5)
+
+
+class Ported(Neuron):
+    """Holds the method of a class, as published code does."""
+
+    v = State()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spike = Rectangular.apply
+
+    def step(self, x: Tensor, v: Tensor) -> Any:
+        h = v + x
+        return self.spike(h - 1.0), (0.5 * h,)
+
+
+def test_methods_of_classes_are_constants():
+    neuron, x = Ported(), torch.tensor([[0.75], [0.75], [0.0]]).unsqueeze(1).requires_grad_()
+    y = neuron(x)  # h is 0.75, 1.125, 0.5625
+    assert y.flatten().tolist() == [0.0, 1.0, 0.0]
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    # 3 where |h - 1| < 0.5, at each step, and half of it for each step before.
+    assert grad.flatten().tolist() == [5.25, 4.5, 3.0]
+    assert neuron.description() is neuron.description()
+
+
 def test_numpy_floats_are_run_time_values():
     lif = LIF(np.float32(0.25), np.int32(1), surrogate=surrogate.Rectangle(np.float32(-1.0)))
     assert lif.values() == LIF(0.25, surrogate=surrogate.Rectangle(-1.0)).values()

@@ -205,6 +205,13 @@ def test_decay_from_tau():
     for wrong in ({"tau": 0.0}, {"tau": 0.5}, {"tau": 2.0, "dt": -1.0}, {"tau": math.inf}):
         with pytest.raises(ValueError, match="tau"):
             decay_from_tau(**wrong)
+    taus = torch.tensor([2.0, 4.0])
+    assert decay_from_tau(taus).tolist() == [0.5, 0.75]
+    expected = [math.exp(-0.5), math.exp(-0.25)]
+    assert decay_from_tau(taus, exact=True).tolist() == pytest.approx(expected)
+    for tensor in ([2.0, 0.5], [2.0, math.nan], [math.inf, 2.0], [2.0, -1.0]):
+        with pytest.raises(ValueError, match="tau"):
+            decay_from_tau(torch.tensor(tensor))
 
 
 def test_an_unknown_option() -> None:
@@ -214,3 +221,5 @@ def test_an_unknown_option() -> None:
     )
     with pytest.raises(TypeError, match=message):
         LIF(tau=2.0)
+    with pytest.raises(TypeError, match="outputs= and state= are arguments of the call"):
+        LIF(outputs=("v",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ import spikefuse
 from spikefuse import LearnableFraction, LearnablePositive
 from spikefuse.neurons.parameters import Holder, Learnable, number, positive
 from spikefuse.neurons.surrogate import Arctan, Sigmoid, Surrogate
+from spikefuse.nn import encode
 
 
 def test_number() -> None:
@@ -122,3 +124,19 @@ def test_print_follows_changes() -> None:
     neuron = spikefuse.LI()
     neuron.decay = nn.Parameter(torch.tensor(0.25))
     assert repr(neuron) == "LI(decay=Parameter(0.25))"
+
+
+def test_integers_of_numpy():
+    four = np.int64(4)
+    x = torch.rand(4, 2, 4)
+    for layer in (
+        spikefuse.Recurrent(spikefuse.LIF(), four, heads=np.int32(2)),
+        spikefuse.Delay(four, four),
+        spikefuse.DelayedLinear(four, four, four),
+        spikefuse.OverTime(lambda x: x[4:], history=four),
+    ):
+        assert layer(x).shape == x.shape
+    assert encode.direct(x[0], four).shape == (4, 2, 4)
+    assert encode.population(x[0], four).shape == (2, 16)
+    with pytest.raises(ValueError, match="num_steps is True: expected an integer"):
+        encode.direct(x[0], True)

@@ -203,6 +203,17 @@ def test_exported_step():
     assert torch.equal(torch.stack(found), net(x))
 
 
+def test_an_empty_batch():
+    layer = sf.DelayedLinear(3, 4, 2)
+    x = torch.zeros(T, 0, 3, requires_grad=True)
+    y = sf.Temporal(layer)(x)
+    assert y.shape == (T, 0, 4)
+    y.sum().backward()
+    for tensor in (x, *layer.parameters()):
+        assert tensor.grad.shape == tensor.shape
+        assert not tensor.grad.any()
+
+
 def test_errors():
     with pytest.raises(ValueError, match=r"max_delay is 0, for delays of shape \[5\]"):
         sf.Delay(5, 0)

@@ -140,3 +140,7 @@ def test_wrong_lengths() -> None:
         losses.ce_count(outputs(), TARGET, LENGTHS[:3])
     with pytest.raises(TypeError, match=r"lengths is torch.float32: expected integers"):
         readouts.last(outputs(), LENGTHS.float())
+    for call in (readouts.mean, readouts.last, losses.ce_rate):
+        options = {} if call is not losses.ce_rate else {"target": TARGET}
+        with pytest.raises(TypeError, match=r"lengths is a list: .* torch.tensor\(lengths\)"):
+            call(outputs(), lengths=[1, 2, 3, 4], **options)

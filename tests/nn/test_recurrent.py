@@ -205,6 +205,17 @@ def test_in_temporal(device):
         assert torch.allclose(a, b, atol=1e-5)
 
 
+def test_an_empty_batch(device):
+    made = layer(sf.LIF(), 6, device)
+    x = torch.zeros(4, 0, 6, device=device, requires_grad=True)
+    y, state = made(x, return_state=True)
+    assert y.shape == x.shape
+    assert [s.shape for s in state] == [(0, 6)] * 2
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert not made.weight.grad.any()
+
+
 def test_changes_of_the_output_leave_the_state(device):
     made, x = layer(sf.LIF(0.75), 20, device), on_grid((6, 3, 20), device)
     y, wanted = made(x, return_state=True)

@@ -473,6 +473,27 @@ def test_layers_along_dim_0_are_refused(layer):
     sf.Temporal(nn.Sequential(nn.Linear(6, 6), nn.ModuleDict({"routes": layer})))
 
 
+class OverSequences(nn.Module):
+    """Layers of torch.nn that read dim 0 as time."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.attention = nn.GRU(6, 6), nn.MultiheadAttention(6, 2)
+
+    def forward(self, x):  # [T, B, 6]
+        y = self.rnn(x)[0]
+        return self.attention(y, y, y, need_weights=False)[0]
+
+
+def test_layers_over_sequences_run_over_time():
+    body = OverSequences()
+    net = sf.Temporal(nn.Sequential(nn.Linear(6, 6), sf.OverTime(body)))
+    assert torch.allclose(net(X), body(net.net[0](X)))
+    outside = sf.Temporal(nn.Sequential(sf.OverTime(body), nn.ModuleList([nn.GRU(6, 6)])))
+    with pytest.raises(TypeError, match=r"layer 'net.1.0' \(GRU\).* run it in an OverTime"):
+        outside(X)
+
+
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_recurrent_layers_are_refused(layer):
     net = sf.Temporal(nn.Sequential(nn.Linear(6, 6), nn.ModuleDict({"rnn": layer(6, 6)})))
