@@ -125,7 +125,7 @@ class Loop(OnSequences):
             names: of the layers, by id; None for those in the body.
         """
         if names is None:
-            layers = layers_with_states(self.body)
+            layers = layers_with_states(self.body, in_loop=True)
             names = dict(zip(map(id, layers.values()), layers, strict=True))
         batch, finals, steps, outer = x.shape[1], dict[str, States](), [], active.call
         impl, policy = ("auto", None) if outer is None else (outer.impl, outer.policy)

@@ -328,12 +328,15 @@ def _swap_dims(x: Tensor) -> Tensor:
     return x.transpose(0, 1)
 
 
-def layers_with_states(net: nn.Module, one_step: bool = False) -> dict[str, Neuron | OnSequences]:
+def layers_with_states(
+    net: nn.Module, one_step: bool = False, in_loop: bool = False
+) -> dict[str, Neuron | OnSequences]:
     """The neurons in `net`, and other layers that carry a state, by their qualified name in a
     `Temporal` of it, such as "net.1".
 
     Args:
         one_step: whether `net` runs a single step, where batch norms cannot take statistics.
+        in_loop: whether `net` passes the states of cells of torch.nn on itself.
 
     Raises:
         TypeError: a layer of torch.nn has a memory of its own.
@@ -341,14 +344,17 @@ def layers_with_states(net: nn.Module, one_step: bool = False) -> dict[str, Neur
             norm takes its statistics from its input.
     """
     layers: dict[str, Neuron | OnSequences] = {}
-    bodies: tuple[str, ...] = ()  # of OverTime, where dim 0 is time
+    # Where dim 0 is time, any layer may run, and within a loop over time a cell.
+    allowed: list[tuple[str, tuple[type, ...]]] = [("net", (nn.RNNCellBase,))] if in_loop else []
     for name, module in net.named_modules(prefix="net"):
-        if isinstance(module, OverTime):
-            bodies += (f"{name}.",)
+        if isinstance(module, OnSequences):
+            kinds = SEQUENTIAL if isinstance(module, OverTime) else (nn.RNNCellBase,)
+            allowed.append((f"{name}.", kinds))
         if isinstance(module, Neuron) or (isinstance(module, OnSequences) and module.state_names):
             layers[name] = module
-        elif isinstance(module, SEQUENTIAL) and not name.startswith(bodies):
-            _refuse_sequential(name, module)
+        elif isinstance(module, SEQUENTIAL):
+            if not any(name.startswith(n) and isinstance(module, k) for n, k in allowed):
+                _refuse_sequential(name, module)
         elif one_step and isinstance(module, BatchNorm) and by_batch(module):
             raise ValueError(
                 f"batch norm '{name}' would take the statistics of a single step: call "
@@ -363,7 +369,7 @@ def _refuse_sequential(name: str, layer: nn.Module) -> None:
     if not isinstance(layer, nn.MultiheadAttention):
         raise TypeError(
             f"{layer_name} has a memory of its own, but the layers here are called once for all "
-            "time steps: run it in an OverTime, or outside, as in "
+            "time steps: run it in an OverTime, a cell in a Loop, or outside, as in "
             "nn.Sequential(Temporal(...), rnn, Temporal(...))"
         )
     if not layer.batch_first:

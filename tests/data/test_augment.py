@@ -231,7 +231,7 @@ def test_no_shape_depends_on_a_value(name: str) -> None:
         assert augment(batch, seeded()).shape[0] == 40
 
 
-@pytest.mark.parametrize("name", AUGMENTATIONS.keys() - {"mixup", "cutmix"})
+@pytest.mark.parametrize("name", [n for n in AUGMENTATIONS if n not in ("mixup", "cutmix")])
 def test_an_empty_batch(name: str) -> None:
     assert AUGMENTATIONS[name](random_bytes((0, 3, 6, 5)), seeded()).numel() == 0
 

@@ -132,6 +132,35 @@ def test_one_output():
     assert spikes[:, 0].tolist() == [[1, 0], [0, 1], [1, 0], [0, 1]]
 
 
+class Cell(nn.Module):
+    """A cell of torch.nn, whose state the loop passes on, and a neuron."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.neuron = nn.GRUCell(3, 4), sf.LIF(0.75, 0.25)
+
+    def forward(self, x, hidden, last):
+        hidden = self.cell(x, hidden)
+        return hidden, self.neuron(4.0 * hidden + last)
+
+
+def test_a_cell_of_pytorch():
+    torch.manual_seed(0)
+    body, x = Cell(), torch.randn(5, 2, 3)
+    net = sf.Temporal(nn.Sequential(sf.Loop(body, (4,), (4,))))
+    hidden, last, v = torch.zeros(2, 4), torch.zeros(2, 4), None
+    for t, (found, spikes) in enumerate(zip(*sf.Loop(body, (4,), (4,))(x), strict=True)):
+        hidden = body.cell(x[t], hidden)
+        (last,), v = reference.scan(body.neuron, ((4.0 * hidden + last)[None],), v)
+        last = last[0]
+        torch.testing.assert_close(found, hidden)
+        assert torch.equal(spikes, last)
+    assert last.any()
+    assert torch.equal(net(x)[1][-1], last)
+    with pytest.raises(TypeError, match=r"GRUCell.* a cell in a Loop"):
+        sf.Temporal(nn.Sequential(nn.GRUCell(3, 4)))(x)
+
+
 def test_settings_of_the_network():
     """The reference can be differentiated twice."""
     net, x = sf.Temporal(Excitation()), on_grid((3, 2, 6)).requires_grad_()
