@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument("what", nargs="*", default=list(CASES), help=f"of {', '.join(CASES)} (all)")
     args = runner.parse(parser, argv)
     if len(args.what) == 1:  # beside the result of all
-        args.name = f"methods_{args.what[0]}"
+        args.usual_name = f"methods_{args.what[0]}"
     device = torch.device(args.device)
     cases = []
     for what in args.what:

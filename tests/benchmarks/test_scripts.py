@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import benchmarks.__main__ as everything
-from benchmarks import events, neurons, parallel, record, reproduce
+from benchmarks import events, methods, neurons, parallel, record, reproduce
 from benchmarks.events import DENSE, EVENTS
 from benchmarks.layers import LOOP, OURS
 from spikefuse.train import cli, plots
@@ -88,6 +88,12 @@ def test_script(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     name, *options = shlex.split(command)
     importlib.import_module(f"benchmarks.{name}").main([*options, *QUICK, "--out", str(tmp_path)])
     check(tmp_path)
+
+
+def test_a_given_name(tmp_path: Path) -> None:
+    for given, name in (([], "methods_psn"), (["--name", "trial"], "trial")):
+        path = methods.main(["psn", *given, *QUICK, "--out", str(tmp_path)])
+        assert path.name.startswith(f"{name}-")
 
 
 def test_scripts_of_processes(tmp_path: Path) -> None:
