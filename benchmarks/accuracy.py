@@ -68,6 +68,7 @@ Call = Callable[[Tensor, int], Tensor]
 DECAY = 0.5
 CLASSES, MEAN, STD = 10, (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
 MOMENTUM, EVAL_BATCH = 0.9, 1000
+LAST_SIGMA = 0.5  # of the bumps of learned delays, in steps
 QUICK = {"epochs": 2, "batch": 8, "T": 2}
 # Options that change no row.
 PLACES = ("checkpoints", "data_dir", "names", "rounds", "seconds", "seeds", "started")
@@ -115,6 +116,14 @@ def parse(
         parser.error("--seconds needs --checkpoints, to continue from")
     args.started = time.perf_counter()
     return args
+
+
+def narrow_delays(net: nn.Module, progress: float) -> None:
+    """Set the width of the bumps of learned delays, from the largest (progress 0) to the last."""
+    for layer in net.modules():
+        if isinstance(layer, sf.DelayedLinear):
+            ratio = 2 * LAST_SIGMA / layer.max_delay
+            layer.sigma.fill_(layer.max_delay / 2 * ratio ** min(1.0, progress))
 
 
 def train_all(

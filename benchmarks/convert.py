@@ -48,7 +48,7 @@ from benchmarks.runner import (
     first_line,
     measure,
 )
-from benchmarks.steps import STEPS, Network, Task
+from benchmarks.steps import STEPS, Network, Task, check_repeated
 
 ORIGINAL, CONVERTED = "original", "converted"
 COMPILED = f"{ORIGINAL}, torch.compile"
@@ -62,8 +62,6 @@ WAYS = (
     (COMPILED, GRAPH),
 )
 TITLES = tuple(f"{name}, {way}" for name, way in WAYS)
-# Allowed relative difference of the logits of two steps of a network: rounding flips spikes.
-REPEATED = {"float32": 0.1, "bfloat16": 0.3}
 # Layers of neurons whose rate is in these limits, and how many of them there must be.
 RATES, SHARE = (0.005, 0.995), 0.7
 
@@ -224,13 +222,8 @@ def measure_case(task: PublishedTask, timing: Timing, checked: Record, kind: str
     expected: dict[str, Tensor] = {}
 
     def verify(contender: Contender, result: tuple[Tensor, Tensor | None]) -> None:
-        logits = result[0]
         side, _ = WAYS[TITLES.index(contender.name)]
-        assert logits.isfinite().all(), "the logits are not finite"
-        error = difference([logits], [expected.setdefault(side, logits.clone())])
-        assert error <= REPEATED[task.dtype], (
-            f"the logits differ by {error:.3g} of the eager step's norm"
-        )
+        check_repeated(side, result[0], expected, task.dtype)
 
     def prepare() -> None:
         for network in networks if kind == "training" else ():

@@ -3,8 +3,8 @@
     python -m benchmarks.from_ann_steps
     python -m benchmarks.from_ann_steps --T 4 32 --dtype bfloat16
 
-The network is a ResNet with the stem for small images and fresh weights; thresholds are the maxima
-of the activations of one batch of random images, in both networks those of SpikingJelly.
+The network is a ResNet with the stem for small images and fresh weights. Both conversions have the
+thresholds that SpikingJelly finds: the maxima of the activations of one batch of random images.
 SpikingJelly's is made by its `Converter` with the `RateCodingRecipe`, which folds norms, and runs
 in multi-step mode. Its neurons are `IFNode`s, which have fused kernels, and start at half a
 threshold, as ours do. In float32, their potential is float32; in bfloat16, they have explicit
@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from benchmarks import runner
-from benchmarks.convert import REPEATED
 from benchmarks.jelly import prepare_nodes, spikingjelly
 from benchmarks.layers import DTYPES, OURS
 from benchmarks.published import spikes_of
@@ -50,7 +49,7 @@ from benchmarks.runner import (
     first_line,
     measure,
 )
-from benchmarks.steps import Network, Task, evaluation
+from benchmarks.steps import Network, Task, check_repeated, evaluation
 from spikefuse.models import MODELS
 from spikefuse.nn.encode import direct
 
@@ -184,10 +183,7 @@ def measure_case(task: ConvertedTask, timing: Timing, quick: bool) -> Record:
     expected: dict[str, Tensor] = {}
 
     def verify(contender: Contender, result: tuple[Tensor, None]) -> None:
-        logits, (name, _) = result[0], ways[contender.name]
-        assert logits.isfinite().all(), "the logits are not finite"
-        error = difference([logits], [expected.setdefault(name, logits.clone())])
-        assert error <= REPEATED[task.dtype], f"the logits differ by {error:.3g} of their norm"
+        check_repeated(ways[contender.name][0], result[0], expected, task.dtype)
 
     contenders = measure(made, verify, timing)["contenders"]
     for found in contenders:

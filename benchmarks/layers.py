@@ -22,6 +22,7 @@ Tensors = tuple[Tensor, ...]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DECAY, THRESHOLD, WIDTH = 0.2, 0.3, 4.0
+GRID = 1 / 64  # sums of few multiples of it are exact in any order
 
 OURS, LOOP = "spikefuse", "eager loop"
 COMPILED = "torch.compile"
@@ -175,6 +176,10 @@ def _tuple(found: Tensor | Tensors) -> Tensors:
 
 
 # Verification
+
+
+def on_grid(x: Tensor) -> Tensor:
+    return (x / GRID).round() * GRID
 
 
 def compare(found: LayerResult, expected: LayerResult, allowed: float = ALLOWED) -> None:

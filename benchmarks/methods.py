@@ -7,8 +7,8 @@
 psn is a sliding parallel spiking neuron of order 4 over N neurons, beside SpikingJelly's, which
 multiplies all steps by a banded matrix, and beside the sum of shifted sequences that users write;
 both are also compiled by `torch.compile`, and SpikingJelly multiplies in TF32, too. Inputs and
-weights are multiples of 1/64, so that all potentials are exact: spikes must be equal, and gradients
-agree with those of float64.
+weights are multiples of 1/64, so that all potentials are exact: spikes must equal those in float64,
+and gradients must agree.
 
 populations is a recurrent network of N excitatory and N/4 inhibitory LIF neurons that drive each
 other, by `Loop`, beside the loop over time that users write, the same with a step compiled by
@@ -41,6 +41,7 @@ from benchmarks.layers import (
     LayerResult,
     Spike,
     compare,
+    on_grid,
     train,
 )
 from benchmarks.runner import (
@@ -54,7 +55,7 @@ from benchmarks.runner import (
     measure,
 )
 
-ORDER, GRID = 4, 1 / 64
+ORDER = 4
 DECAY, THRESHOLD = 0.75, 1.0
 SHIFTS, JELLY, TF32 = "shifted sequences", "SpikingJelly", "TF32"
 # By device, T and N of psn; T, B and N of populations.
@@ -114,7 +115,7 @@ class Case:
 
 
 def in_two(result: LayerResult) -> tuple[LayerResult, LayerResult]:
-    """Return outputs and gradients of inputs, and those of parameters, in float64."""
+    """Return a result without parameters, and their gradients, both in float64."""
     outputs, grads = (tuple(t.double() for t in ts) for ts in (result.outputs, result.grads))
     # SpikingJelly has the weights of a sliding PSN as one vector, that of this step last.
     params = torch.cat([p.double().reshape(-1).flip(0) for p in result.params])
@@ -152,10 +153,6 @@ def with_tf32(step: Callable[[], LayerResult]) -> LayerResult:
         return step()
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def on_grid(x: Tensor) -> Tensor:
-    return (x / GRID).round() * GRID
 
 
 # Sliding PSN

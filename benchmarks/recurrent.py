@@ -25,13 +25,23 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from benchmarks import layers, runner
-from benchmarks.layers import DTYPES, LOOP, OURS, Inputs, LayerResult, compare, train
+from benchmarks.layers import (
+    DTYPES,
+    GRID,
+    LOOP,
+    OURS,
+    Inputs,
+    LayerResult,
+    compare,
+    on_grid,
+    train,
+)
 from benchmarks.runner import EAGER, GRAPH, Contender, Record, Timing, contender_of, measure
 
 SIZES = ((100, 256, 128), (100, 256, 256), (100, 256, 512), (250, 128, 1024))
 LARGEST_REFERENCE = 512
 CPU_SIZE, QUICK_SIZE = (100, 64, 256), (5, 4, 32)
-DECAY, THRESHOLD, GRID = 0.75, 1.0, 1 / 64
+DECAY, THRESHOLD = 0.75, 1.0
 REFERENCE, RNN, RLEAKY = "eager reference", "nn.RNN", "snnTorch RLeaky"
 TF32 = f"{RNN}, TF32"
 # Allowed relative difference of gradients, which the loops round to the dtype in each step.
@@ -83,7 +93,7 @@ class Layer:
 
         def draw(*shape: int, spread: float) -> Tensor:
             values = torch.randn(shape, generator=generator) * spread
-            return ((values / GRID).round() * GRID).to(device, DTYPES[dtype])
+            return on_grid(values).to(device, DTYPES[dtype])
 
         # About 5 % of the neurons fire.
         x = draw(T, B, N, spread=0.35).clamp(-2, 2) + 0.125

@@ -58,7 +58,7 @@ WIDTHS = {
     **{S4D: [128] * 4, PSN: [64] * 3, MASKED_PSN: [64] * 3},
     **{DELAYS: [128] * 3, SE_ADLIF: [256] * 2},
 }
-MAX_DELAY, LAST_SIGMA = 48, 0.5
+MAX_DELAY = 48
 # Learning rates of parameters, relative to that of others.
 RATES = {"delay": 10.0, "log_dt": 0.25, "log_rate": 0.25, "frequency": 0.25}
 DECAY, CLASSES, PERMUTATION_SEED = 0.9, 10, 0
@@ -201,18 +201,13 @@ class SequenceRun(accuracy.Run):
         ]
         return torch.optim.AdamW(groups, self.args.lr, fused=self.device.type == "cuda")
 
-    def delayed(self) -> list[sf.DelayedLinear]:
-        return [m for m in self.net.modules() if isinstance(m, sf.DelayedLinear)]
-
     def outputs(self, x: Tensor, steps: int) -> Tensor:
         """Return outputs `[T, B, classes]` of bytes `[B, T, 1]`."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             return self.net(x.transpose(0, 1) / 255)
 
     def train(self) -> runner.Record:
-        progress = min(1.0, 2 * len(self.rows) / self.args.epochs)
-        for layer in self.delayed():
-            layer.sigma.fill_(layer.max_delay / 2 * (2 * LAST_SIGMA / layer.max_delay) ** progress)
+        accuracy.narrow_delays(self.net, 2 * len(self.rows) / self.args.epochs)
         row = super().train()
         size = sum(p.numel() for p in self.net.parameters())
         return row | {"order": self.args.order, "parameters": size, "spikes": self.rate()}

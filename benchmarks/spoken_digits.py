@@ -54,7 +54,7 @@ SE_ADLIF, RADLIF = f"{OURS}, SE-adLIF", f"{OURS}, RadLIF"
 DELAYS = f"{OURS}, delays"
 NAMES = (OURS, FEED_FORWARD, DELAYS, SE_ADLIF, RADLIF, SNNTORCH, SNNTORCH_GRAPH)
 DECAY, SLOPE = 0.9, 25.0  # of the neurons, and of their fast sigmoid: the default of snnTorch
-MAX_DELAY, LAST_SIGMA, DELAY_RATE = 24, 0.5, 10.0
+MAX_DELAY, DELAY_RATE = 24, 10.0
 HELD_OUT, INPUTS, CLASSES = 0.2, 700, 20
 QUICK = {"epochs": 2, "batch": 8, "hidden": [16, 16]}
 
@@ -179,13 +179,11 @@ class DigitsRun(accuracy.Run):
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         fused = self.device.type == "cuda"
-        delays = [layer.delay for layer in self.delayed()]
+        layers = [m for m in self.net.modules() if isinstance(m, sf.DelayedLinear)]
+        delays = [layer.delay for layer in layers]
         others = [p for p in self.net.parameters() if all(p is not d for d in delays)]
         groups = [{"params": others}, {"params": delays, "lr": DELAY_RATE * self.args.lr}]
         return torch.optim.Adam(groups if delays else others, self.args.lr, fused=fused)
-
-    def delayed(self) -> list[sf.DelayedLinear]:
-        return [m for m in self.net.modules() if isinstance(m, sf.DelayedLinear)]
 
     def outputs(self, x: Tensor, steps: int) -> Tensor:
         """Return potentials `[T, B, classes]` of spikes `[B, T, units]`."""
@@ -197,9 +195,7 @@ class DigitsRun(accuracy.Run):
     def train(self) -> runner.Record:
         if self.name == SNNTORCH:
             self.step = self._step  # without a graph
-        progress = min(1.0, 4 * len(self.rows) / self.args.epochs)
-        for layer in self.delayed():
-            layer.sigma.fill_(layer.max_delay / 2 * (2 * LAST_SIGMA / layer.max_delay) ** progress)
+        accuracy.narrow_delays(self.net, 4 * len(self.rows) / self.args.epochs)
         return super().train()
 
 

@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.layers import DTYPES
+from benchmarks.runner import difference
 
 # So small that weights, and with them spikes, hardly change while a step is timed.
 LEARNING_RATE = 1e-5
+# Allowed relative difference of the logits of two steps of a network: rounding flips spikes.
+REPEATED = {"float32": 0.1, "bfloat16": 0.3}
 
 
 class Task:
@@ -139,3 +142,17 @@ def evaluation(task: Task, network: Network) -> Step:
 
 
 STEPS = {"training": training, "evaluation": evaluation}
+
+
+def check_repeated(name: str, logits: Tensor, first: dict[str, Tensor], dtype: str) -> None:
+    """Compare the logits of a step with those of the first step of its network.
+
+    Args:
+        first: the latter by network; those of a new one are added.
+
+    Raises:
+        AssertionError: they differ by more than `REPEATED`, or are not finite.
+    """
+    assert logits.isfinite().all(), "the logits are not finite"
+    error = difference([logits], [first.setdefault(name, logits.clone())])
+    assert error <= REPEATED[dtype], f"the logits differ by {error:.3g} of the first step's norm"

@@ -115,7 +115,7 @@ def _last(rows: list[Result], epochs: int) -> str:
 
 
 def _command(script: str, result: Result, *options: str) -> str:
-    """Return the command that repeats a training, with those of the options that it had."""
+    """Return the command that repeats a training, with the options that its result records."""
     settings = result["settings"]
     given = {o.replace("_", "-"): [settings[o]] for o in ("epochs", *options) if o in settings}
     for option, key in (("names", "name"), ("seeds", "seed")):
