@@ -18,6 +18,7 @@ from spikefuse.events.choice import Choice, choose
 from spikefuse.events.format import Events
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import TemporalCall, active
+from spikefuse.nn.checkpoint import refuse_recomputation
 from spikefuse.nn.neuron import backend_of, refuse_class, scan_neuron
 from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.checks import call_untraced, check_backend, refuse_export, refuse_transforms
@@ -170,6 +171,7 @@ class EventLinear(nn.Module):
 
     def _run(self, x: Events | Tensor) -> Events | Tensor:
         refuse_export()
+        refuse_recomputation(self)
         call = active.call
         if call is not None and not (self.neuron is None or id(self.neuron) in call.names):
             call = None

@@ -148,13 +148,15 @@ def _run_again(runs: _Runs, args: tuple[Any, ...]) -> Any:
         return runs.second(*args)
 
 
-def refuse_recomputation(neuron: nn.Module) -> None:
-    """Raise a RuntimeError if `neuron`, which runs outside a call, may have had its first run
-    inside `Temporal`."""
-    if is_traced() or not is_recomputed():
+def refuse_recomputation(layer: nn.Module) -> None:
+    """Raise a RuntimeError if `layer` is recomputed outside a call, and its first run may have been
+    inside one."""
+    if is_traced():
         return
-    if any(neuron in list(c.modules()) for c in containers):
-        raise RuntimeError(_REFUSAL.format(type(neuron).__name__))
+    if active.call is not None:
+        _folded.add(layer)
+    elif is_recomputed() and layer in _folded:
+        raise RuntimeError(_REFUSAL.format(type(layer).__name__))
 
 
 def require_temporal(module: nn.Module, args: Any) -> None:
@@ -183,8 +185,8 @@ _REFUSAL = (
     "works outside Temporal"
 )
 
-#: The containers whose neurons read `[T*B, ...]`.
-containers: WeakSet[nn.Module] = WeakSet()
+#: The layers that have run inside a call, where they read `[T*B, ...]`.
+_folded: WeakSet[nn.Module] = WeakSet()
 
 
 def is_recomputed(or_by_ours: bool = False) -> bool:

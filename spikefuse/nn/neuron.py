@@ -53,9 +53,9 @@ def call_neuron(neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted
     if call is not None and id(neuron) not in call.names:
         call.refuse_rows(neuron, arguments.inputs)
         call = None
-    elif call is None:
+    else:
         refuse_recomputation(neuron)
-        if _may_be_batch(neuron, arguments, wanted):
+        if call is None and _may_be_batch(neuron, arguments, wanted):
             _warn_batch()
     if active.observer is not None:
         scan = partial(active.observer.scan, neuron, scan)

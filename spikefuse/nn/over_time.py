@@ -13,6 +13,7 @@ from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.parameters import is_integer
 from spikefuse.neurons.surrogate import Sigmoid, Surrogate
 from spikefuse.nn.call import TemporalCall, active
+from spikefuse.nn.checkpoint import refuse_recomputation
 from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.layout import flatten_steps, unflatten_steps
 
@@ -41,6 +42,7 @@ class OnSequences(nn.Module):
     @leaf
     def forward(self, *inputs: Tensor) -> Any:
         call = active.call
+        refuse_recomputation(self)
         if call is None:
             return self._over_time(inputs, None)
         if call.passing is not None:

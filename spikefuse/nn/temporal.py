@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from spikefuse.kernels.triton_runtime import prepare
 from spikefuse.memory.policies import Checkpoint, Policy, Recompute
 from spikefuse.neurons.definition import Neuron, States
 from spikefuse.nn.call import TemporalCall, saving_spikes
-from spikefuse.nn.checkpoint import containers
 from spikefuse.nn.nesting import map_tensors, map_values, named_values
 from spikefuse.nn.neuron import IMPLEMENTATIONS, check_module
 from spikefuse.nn.over_time import OnSequences, OverTime
@@ -117,12 +116,6 @@ class Temporal(nn.Module):
             with `dim=0` is refused when a `Temporal` is made. An error inside the network has a
             note that says how the inputs were read if they do not fit its first layer.
     """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Copies and unpickled containers have no other moment in common.
-        container = super().__new__(cls)
-        containers.add(container)
-        return container
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from torch.utils import checkpoint as torch_checkpoint
 import spikefuse as sf
 from spikefuse.memory import SaveAll
 from spikefuse.testing import make_input
+from spikefuse.transforms.converters.spikingjelly import SequenceDropout
 from tests.memory.measuring import bytes_saved, packings
 from tests.memory.networks import SHAPE, SPIKES, assert_same, conv, step, train, wrapped
 from tests.queues import Queues
@@ -244,13 +245,55 @@ def test_torch_checkpoint_around_ours():
         net(x.requires_grad_()).sum().backward()
 
 
+class Step(Part):
+    """The body of a loop."""
+
+    def forward(self, x: Tensor, last: Tensor) -> Tensor:  # type: ignore[override]
+        return self.call(self.part, x)
+
+
+#: Layers that read `[T*B, ...]` inside a container.
+LAYERS = {
+    "neuron": lambda: sf.LIF(0.5, 0.3),
+    "over time": lambda: sf.OverTime(nn.Softmax(0)),
+    "events": lambda: nn.Sequential(sf.LIF(0.5, 0.3), sf.nn.EventLinear(6, 6)),
+    "dropout": lambda: SequenceDropout(0.5),
+}
+
+
+@pytest.mark.parametrize("call", [plain, reentrant], ids=["plain", "reentrant"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_torch_checkpoint_inside_a_container_that_is_gone(call, name):
+    """Our checkpoint, which the error names, has the gradients of a network without one."""
+    layer = LAYERS[name]()
+
+    def gradient(function):
+        x = make_input((4, 2, 6)).requires_grad_()
+        torch.manual_seed(0)
+        y = sf.Temporal(Part(layer, lambda m, x: function(m.part, x)))(x)
+        y.square().sum().backward()
+        return x.grad
+
+    expected = gradient(lambda f, x: f(x))
+    assert expected.any()
+    assert torch.equal(gradient(sf.checkpoint), expected)
+    with pytest.raises(RuntimeError, match=r"recomputes \w+ .*: use spikefuse.checkpoint"):
+        gradient(call)
+
+
+@pytest.mark.parametrize("call", [plain, reentrant], ids=["plain", "reentrant"])
+def test_torch_checkpoint_inside_a_loop(call):
+    """A step `[B, ...]` of its body is not read as time."""
+    x = make_input((4, 2, 6)).requires_grad_()
+    y = sf.Loop(Step(sf.LIF(), call), (6,))(x)
+    with pytest.raises(RuntimeError, match=r"recomputes LIF .*: use spikefuse.checkpoint"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("call", [plain, reentrant], ids=["plain", "reentrant"])
 def test_torch_checkpoint_of_sequences(call):
-    """Neurons that read `[T, B, ...]` themselves, even once inside a container, and containers."""
-    neuron = sf.LIF()
-    sf.Temporal(neuron)(make_input((4, 2, 6)))
-    gc.collect()
-    for module in (neuron, sf.Temporal(layers().eval())):
+    """Neurons that read `[T, B, ...]` themselves, and containers."""
+    for module in (sf.LIF(), sf.Temporal(layers().eval())):
         x = make_input((4, 2, 6)).requires_grad_()
         (expected,) = torch.autograd.grad(module(x).sum(), x)
         call(module, x).sum().backward()

@@ -30,6 +30,7 @@ from spikefuse.neurons.learnable import Learnable
 from spikefuse.neurons.lif import decay_from_tau
 from spikefuse.neurons.sliding_psn import SlidingPSN
 from spikefuse.nn.call import active
+from spikefuse.nn.checkpoint import refuse_recomputation
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import refusal_of
 from spikefuse.nn.over_time import PSN, StepScale
@@ -242,6 +243,7 @@ class SequenceDropout(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
+        refuse_recomputation(self)
         if active.call is None:  # [T, B, ...]
             return x * self.mask_of(x[0])
         steps = x.unflatten(0, (active.call.num_steps, -1))
