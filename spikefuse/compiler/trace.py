@@ -189,15 +189,20 @@ def capture(
                 f"{step} can't be compiled: {reason} by PyTorch: make spikes with a surrogate, as "
                 "in self.surrogate(v - threshold), or call the operation on x.detach()"
             ) from error
+        advice = " ".join(getattr(error, "__notes__", [_NO_DIMENSIONS]))
         raise UnsupportedOperation(
-            f"{step} can't be compiled: {reason}, at {_user_line(error)}. A tensor is the value of "
-            "one neuron there and has no dimensions: keep several values in an nn.ParameterList or "
-            "in attributes, and put operations that mix neurons, such as nn.Linear, into a layer "
-            'before the neuron; impl="reference" runs the eager loop'
+            f"{step} can't be compiled: {reason}, at {_user_line(error)}. {advice}"
         ) from error
     graph = recorder.graph
     graph.outputs = tuple(graph.convert("f", recorder.operand(result)) for result in results)
     return simplify(graph)
+
+
+_NO_DIMENSIONS = (
+    "A tensor is the value of one neuron there and has no dimensions: keep several values in an "
+    "nn.ParameterList or in attributes, and put operations that mix neurons, such as nn.Linear, "
+    'into a layer before the neuron; impl="reference" runs the eager loop'
+)
 
 
 def _value_read(step: str) -> UnsupportedOperation:

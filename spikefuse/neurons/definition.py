@@ -305,6 +305,14 @@ def _select(
     return tuple(known[name] for name in neuron._selected)
 
 
+#: What PyTorch says of a mask that is not of bools.
+_NO_MASK = "oolean", "bool tensors", "not implemented for 'Float'"
+_FLOATS = (
+    "Attributes that are tensors of bools or integers are float32 in a step: compare them, as in "
+    "torch.where(self.mask > 0, x, v)"
+)
+
+
 def call_step(neuron: Neuron, inputs: tuple[Tensor, ...], states: States) -> tuple[Outputs, States]:
     """Run one step and return (outputs, states) as tuples.
 
@@ -315,7 +323,12 @@ def call_step(neuron: Neuron, inputs: tuple[Tensor, ...], states: States) -> tup
     exposed: dict[str, Tensor] = {}
     if neuron._selected:  # of a copy, which `with_outputs` has made
         neuron.__dict__["_exposed"] = exposed
-    result = neuron.step(*inputs, *states)
+    try:
+        result = neuron.step(*inputs, *states)
+    except (RuntimeError, TypeError, IndexError) as error:
+        if any(words in str(error) for words in _NO_MASK):
+            error.add_note(_FLOATS)
+        raise
     neuron.__dict__.pop("_exposed", None)
     name, expected = type(neuron).__name__, tuple(neuron.states)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], tuple)):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Generic
 
 import numpy as np
@@ -125,17 +126,11 @@ def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 _CONTAINERS = tuple, list, set, frozenset, dict
-# Class attributes of these types are constants; functions and types on a class are its methods.
-_CLASS_CONSTANTS = (
-    *(bool, int, float, str, type(None), Enum, torch.dtype, torch.device, np.generic),
-    *_CONTAINERS,
-)
-# Immutable instance attributes.
+# Immutable attributes.
 _CONSTANTS = (
     *(bool, int, float, str, type(None), type, Enum, torch.dtype, torch.device),
-    *(np.generic, FunctionType, BuiltinFunctionType),
+    *(np.generic, FunctionType),
 )
-_METHODS = FunctionType, staticmethod, classmethod, property
 _BASES = {nn.Module, Holder, ABC, Generic, object}
 
 
@@ -145,24 +140,31 @@ def _classes(module: nn.Module) -> Iterator[type]:
 
 def class_constants(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the constants of a module's classes that no instance attribute hides."""
+    states = getattr(type(module), "states", None)
     hidden = {
         "states",
         "input_names",
         "has_first_states",
+        *(states if isinstance(states, dict) else ()),
         *(name for name, _ in _attributes(module)),
     }
     for cls in _classes(module):
         for name, value in vars(cls).items():
-            if name not in hidden and not name.startswith("__"):
+            if name not in hidden and not name.startswith(("__", "_abc_")):
                 hidden.add(name)
-                if isinstance(value, _CLASS_CONSTANTS):
+                if not _is_method(value):
                     yield name, value
 
 
 def _functions(module: nn.Module) -> Iterator[Any]:
     """Yield the methods of a module's classes, which may be replaced."""
     for cls in _classes(module):
-        yield from [value for value in vars(cls).values() if isinstance(value, _METHODS)]
+        yield from filter(_is_method, vars(cls).values())
+
+
+def _is_method(value: Any) -> bool:
+    """Whether an attribute of a class is a function of its instances, or a property."""
+    return hasattr(type(value), "__get__") and not isinstance(value, partial)
 
 
 def _constant(owner: str, name: str, value: Any) -> Any:
@@ -177,7 +179,8 @@ def _constant(owner: str, name: str, value: Any) -> Any:
     raise TypeError(
         f"{owner}.{name} is a {type(value).__name__}, whose changes cannot be detected: use floats "
         "and tensors for values, and bools, ints, strings or tuples of these for constants; for "
-        "several tensors, use attributes, or an nn.ParameterList"
+        "several tensors, use attributes, or an nn.ParameterList. Assign tensors and modules to "
+        "the neuron in __init__, and write functions as methods"
     )
 
 
@@ -199,10 +202,9 @@ def _is_mutable(value: Any) -> bool:
 
 def _is_immutable(value: Any) -> bool:
     """Whether a value is a constant that is no container, or a method of a class, such as `apply`
-    of a `torch.autograd.Function`."""
-    if isinstance(value, MethodType):
-        value = value.__self__
-        return isinstance(value, type)
+    of a `torch.autograd.Function`, or of a module, such as `torch.sin`."""
+    if isinstance(value, MethodType | BuiltinFunctionType):
+        return isinstance(value.__self__, type | ModuleType | None)
     return isinstance(value, _CONSTANTS)
 
 

@@ -256,6 +256,31 @@ def test_operations_that_need_dimensions(function):
     assert "item" not in message
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda self, x, v: torch.where(self.mask, x, v),
+        lambda self, x, v: x.masked_fill(self.mask, 0.0),
+        lambda self, x, v: torch.where(~self.mask, x, v),
+        lambda self, x, v: torch.where(self.mask & (x > 0), x, v),
+    ],
+)
+def test_masks_that_are_attributes(function):
+    """They are values of float32, as other attributes."""
+    mask, hint = torch.tensor([True, False]), "torch.where(self.mask > 0, x, v)"
+    assert hint in complaint(defined_by(function, mask=mask), reference=False)
+    x = torch.rand(3, 1, 2)
+    with pytest.raises((RuntimeError, TypeError)) as error:
+        defined_by(function, mask=mask)(x, impl="reference")
+    assert hint in error.value.__notes__[0]
+
+
+def test_a_mask_that_is_compared():
+    mask, x = torch.tensor([True, False]), torch.rand(3, 1, 2)
+    neuron = defined_by(lambda self, x, v: torch.where(self.mask > 0, x, -x), mask=mask)
+    assert torch.equal(neuron(x), torch.where(mask, x, -x))
+
+
 @pytest.mark.parametrize("name", ["register_hook", "retain_grad", "backward"])
 def test_autograd_inside_of_a_step(name):
     def function(self, x, v):

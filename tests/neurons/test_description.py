@@ -8,8 +8,9 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,39 @@ def test_constants_of_the_class_are_part_of_the_kernel():
     assert neuron(x).item() == 0.5
     Leaky.leak = 0.25
     assert neuron(x).item() == 0.25
+
+
+def scale(neuron: Neuron, gain: float, x: Tensor) -> Tensor:
+    return gain * x
+
+
+#: Pairs of attributes of a class, and whether a change of theirs is seen.
+REPLACED = {
+    "partialmethod": (partialmethod(scale, 0.5), partialmethod(scale, 0.25), True),
+    "built-in function": (torch.abs, torch.neg, True),
+    "partial": (partial(torch.mul, 0.5), partial(torch.mul, 0.25), False),
+    "method of a tensor": (torch.tensor(0.5).mul, torch.tensor(0.25).mul, False),
+    "module": (nn.Sigmoid(), nn.Tanh(), False),
+    "object": (SimpleNamespace(gain=0.5), SimpleNamespace(gain=0.25), False),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_attributes_of_the_class_are_seen_or_refused(name):
+    class Leaky(Neuron):
+        def step(self, x):
+            return (self.f(x) if callable(self.f) else self.f.gain * x), ()
+
+    *values, is_seen = REPLACED[name]
+    for value in values:
+        Leaky.f = value
+        neuron, x = Leaky(), torch.ones(1, 1, 1)
+        if is_seen:
+            expected = value(x) if name == "built-in function" else value.args[0] * x
+            assert torch.equal(neuron(x), expected)
+        else:
+            with pytest.raises(UnsupportedOperation, match=r"Leaky.f is a .* in __init__"):
+                neuron(x)
 
 
 class Reading(Neuron):
