@@ -362,6 +362,8 @@ def _planes(batch: Tensor, height: int) -> Tensor:
 
 
 def _check(batch: Tensor, probability: float = 0.0) -> None:
+    if not isinstance(batch, Tensor):
+        raise TypeError(f"batch is a {type(batch).__name__}: expected a tensor [B, ..., H, W]")
     if batch.ndim < 3:
         raise ValueError(f"batch has shape {list(batch.shape)}: expected [B, ..., H, W]")
     if not 0 <= probability <= 1:

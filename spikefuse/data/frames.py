@@ -124,6 +124,7 @@ def to_frames(events: Recording | Sound, slicing: Slicing) -> np.ndarray:
     Raises:
         DataError: a sound is cut by events, or all events lie after the slices of "duration".
     """
+    _check(events, slicing, Recording | Sound)
     if isinstance(events, Sound):
         if slicing.content != "counts":
             raise DataError(f"content is {slicing.content!r}, but sounds have no events")
@@ -161,6 +162,7 @@ def time_surface(events: Recording, slicing: Slicing, tau: int = 50_000) -> np.n
     Returns:
         float32 `[T, P, H, W]`.
     """
+    _check(events, slicing)
     steps, sites, t = _steps(events, slicing), events.sites, events.t.astype(np.float64)
     ends = np.searchsorted(steps, np.arange(slicing.num_steps), "right")
     last = np.full(math.prod(events.size), -np.inf)
@@ -195,11 +197,20 @@ def voxel_grid(events: Recording, num_steps: int) -> np.ndarray:
     Returns:
         float32 `[T, P, H, W]`.
     """
+    _check(events)
+    num_steps = Slicing("time", num_steps).num_steps  # raises its errors
     t = events.t.astype(np.float64)
     place = (num_steps - 1) * (t - t[:1]) / max(float(np.ptp(t)) if len(t) else 0.0, 1.0)
     before = place.astype(np.int64)
     share = place - before
     return _sums(events, num_steps, [(before, 1 - share), (before + 1, share)]).astype(np.float32)
+
+
+def _check(events: Any, slicing: Any = Slicing(), kinds: Any = Recording) -> None:
+    if not isinstance(events, kinds):
+        raise TypeError(f"events is a {type(events).__name__}: expected a Recording")
+    if not isinstance(slicing, Slicing):
+        raise TypeError(f"slicing is {slicing!r}: expected one such as Slicing('number', 10)")
 
 
 def _sums(
@@ -355,6 +366,8 @@ def expand(batch: Examples, dtype: torch.dtype = torch.float32) -> Tensor:
     """
     if isinstance(batch, Series):
         return batch.pixels.transpose(0, 1).to(dtype)
+    if isinstance(batch, Tensor):
+        raise TypeError("batch is a Tensor: expected examples, such as sf.data.load returns")
     if not isinstance(batch, Frames):
         return batch.pixels.to(dtype) / 255
     return unpack(batch.packed.transpose(0, 1).contiguous(), batch.bits, batch.shape).to(dtype)

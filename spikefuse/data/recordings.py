@@ -48,7 +48,8 @@ class Recording:
 
     Raises:
         DataError: the arrays differ in length or are not of whole numbers, an event lies outside
-            the sensor, or its time is not from 0 to 2**40 - 1, or less than that of the one before.
+            the sensor, its time is not from 0 to 2**40 - 1 or less than that of the one before, or
+            `size` is not of one or three positive integers.
     """
 
     x: np.ndarray
@@ -71,6 +72,10 @@ class Recording:
                 raise DataError(f"{name} is not a list of whole numbers: {error}") from error
             empty = np.zeros(0, np.int64)  # an empty list is an array of floats
             object.__setattr__(self, name, empty if values.shape == (0,) else values)
+        sides = self.size if isinstance(self.size, Sequence) else ()
+        is_whole = all(isinstance(n, int | np.integer) and n > 0 for n in sides)
+        if len(sides) not in (1, 3) or not is_whole:
+            raise DataError(f"size is {self.size!r}: expected (P, H, W), or (W,) for audio")
         columns = self.x, self.y, self.p, self.t
         if any(v.shape != (self.t.size,) or v.dtype.kind not in "iub" for v in columns):
             found = ", ".join(f"{v.dtype} {list(v.shape)}" for v in columns)

@@ -263,6 +263,8 @@ def file_endings(dataset: str | Dataset) -> set[str]:
 
 
 def _name(dataset: str | Dataset) -> str:
+    if not isinstance(dataset, str | Dataset):
+        raise TypeError(f"dataset is a {type(dataset).__name__}: expected a name or a Dataset")
     return dataset if isinstance(dataset, str) else dataset.name
 
 

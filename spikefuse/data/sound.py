@@ -90,8 +90,9 @@ def log_mel(samples: Tensor, num_steps: int, dt: int = 10_000, num_mels: int = N
         ValueError: the samples are not `[N]`, a number is less than 1, or so many bands that some
             are empty.
     """
-    if not samples.is_floating_point():
-        raise TypeError(f"samples are {samples.dtype}: expected floating point, from -1 to 1")
+    if not isinstance(samples, Tensor) or not samples.is_floating_point():
+        kind = getattr(samples, "dtype", type(samples).__name__)
+        raise TypeError(f"samples are {kind}: expected a tensor of floating point, from -1 to 1")
     if samples.ndim != 1:
         raise ValueError(f"samples have shape {list(samples.shape)}: expected one channel, [N]")
     if min(num_steps, dt, num_mels) < 1:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spikefuse.events.lists import FIRED, CountedMarks, EventLists, SliceCounts
 from spikefuse.kernels.threads import import_module
+from spikefuse.neurons.checks import check_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +110,7 @@ class Events:
         Raises:
             ValueError: a value is neither 0 nor 1, or there are fewer than two dims.
         """
+        check_tensor("x", x, " [T, B, ...]")
         if x.ndim < 2:
             raise ValueError(f"spikes have shape {list(x.shape)}: expected [T, B, ...]")
         flat = x.detach().unsqueeze(-1).flatten(2)

@@ -16,6 +16,7 @@ from spikefuse.events import autograd
 from spikefuse.events.candidates import with_candidates
 from spikefuse.events.choice import Choice, choose
 from spikefuse.events.format import Events
+from spikefuse.neurons.checks import integer
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.checkpoint import refuse_recomputation
@@ -137,7 +138,8 @@ class EventLinear(nn.Module):
         refuse_class("neuron", neuron)
         if neuron is not None:
             with_candidates(neuron)  # raises its errors early
-        self.in_features, self.out_features, self.neuron = in_features, out_features, neuron
+        self.in_features = integer("in_features", in_features)
+        self.out_features, self.neuron = integer("out_features", out_features), neuron
         self.capacity, self.overflow = capacity, overflow
         self.impl = impl
         self.weight = nn.Parameter(torch.empty(in_features, out_features, device=device).t())

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
 from spikefuse.nn.call import inside
+from spikefuse.nn.neuron import check_module
 
 # Scales range from 2**-LARGEST to 2**LARGEST; each halving halves the range of the exponent.
 LARGEST, HALVINGS = 8.0, 10
@@ -33,6 +34,7 @@ def scale_to_rate(net: nn.Module, x: Events | Tensor, rate: float) -> dict[str, 
         ValueError: `rate` is out of range, or no scale brings a layer between half and twice the
             rate: its input is silent, or its bias alone makes neurons fire.
     """
+    check_module("net", net)
     if not 0 < rate < 1:
         raise ValueError(f"rate is {rate}: expected a share in (0, 1)")
     events = Events.from_dense(x) if isinstance(x, Tensor) else x

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.inspect.explanation import label
+from spikefuse.neurons.checks import check_tensor
 
 if TYPE_CHECKING:
     from matplotlib.animation import FuncAnimation
@@ -152,6 +153,7 @@ def animate(frames: Tensor, axes: Axes | None = None, interval: float = 100.0) -
         ModuleNotFoundError: matplotlib is not installed.
         ValueError: `frames` does not have four dims, or no step.
     """
+    check_tensor("frames", frames, " [T, C, H, W]")
     if frames.ndim != 4 or not len(frames):
         raise ValueError(
             f"frames have shape {list(frames.shape)}: expected [T, C, H, W] with T >= 1, a sample "
@@ -205,8 +207,7 @@ def _images(frames: Tensor) -> Tensor:
 
 
 def _by_neuron(x: Tensor, name: str) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}: expected a tensor [T, ...] of one sample")
+    check_tensor(name, x, " [T, ...] of one sample")
     if x.ndim < 2:
         raise ValueError(
             f"{name} has shape {list(x.shape)}: expected [T, ...] of one sample, such as "

@@ -143,7 +143,7 @@ def record(
             several), names of declared states, and "h" for the potential before the reset; each
             neuron records those that it has. Neurons of an `EventLinear` have their spikes only.
         layers: names of other modules, as patterns; their results are recorded as "output". Inside
-            `Temporal`, tensors are unfolded to `[T, B, ...]`.
+            `Temporal`, tensors are unfolded to `[T, B, ...]`, also with `batch_first=True`.
         grad: whether values keep their history, for a loss on them. Otherwise they are copies
             without it. Gradients of the network's output with respect to recorded values are not
             supported.
@@ -154,7 +154,7 @@ def record(
         The `Record`, which is filled as the network is called.
 
     Raises:
-        TypeError: `net` is not a module.
+        TypeError: `net` is not a module, or names are no strings.
         ValueError: a pattern selects nothing; no selected neuron has a state; or the potential of a
             neuron of an `EventLinear` is asked for.
     """
@@ -171,7 +171,7 @@ class _RecordObserver(ModuleObserver):
     ) -> None:
         super().__init__(net)
         self.record, self.grad, self.keeps_graph = Record(), grad, grad
-        self.states = (states,) if isinstance(states, str) else tuple(states)
+        self.states = _names("states", states)
         known = {name: m for m, name in self.names.items() if isinstance(m, Neuron)}
         others = {name: m for m, name in self.names.items() if not isinstance(m, Neuron)}
         self._neurons: dict[Any, str] = {known[n]: n for n in _selected("neuron", neurons, known)}
@@ -291,10 +291,17 @@ def firing_rate(spikes: Tensor) -> float:
     return (spikes != 0).float().mean().item()
 
 
+def _names(argument: str, names: Names) -> tuple[str, ...]:
+    names = (names,) if isinstance(names, str) else names
+    if not isinstance(names, Iterable) or not all(isinstance(n, str) for n in names):
+        raise TypeError(f"{argument} is {names!r}: expected names, one or several")
+    return tuple(names)
+
+
 def _selected(kind: str, patterns: Names, names: Mapping[str, nn.Module]) -> list[str]:
     """The names that match any of the patterns."""
     chosen: dict[str, None] = {}
-    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+    for pattern in _names(f"{kind}s", patterns):
         found = [name for name in names if fnmatchcase(name, pattern)]
         if not found and pattern != "*":
             hint = "; neurons are selected by neurons=" if kind == "layer" else ""

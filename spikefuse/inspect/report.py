@@ -300,14 +300,14 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
         The report; `print` shows it as a table.
 
     Raises:
-        TypeError: `net` is not a module, or `batches` a tensor.
+        TypeError: `net` is not a module, or `batches` no sequence of inputs.
         ValueError: there is no batch, or `net` runs without a `Temporal`.
 
     Source: Horowitz, "Computing's energy problem (and what we can do about it)", ISSCC 2014, for
     the energies; Chen et al., "Training Full Spike Neural Networks via Auxiliary Accumulation
     Pathway", 2023, for which inputs cost multiply-accumulates.
     """
-    if isinstance(batches, Tensor | Events):
+    if isinstance(batches, Tensor | Events) or not hasattr(batches, "__iter__"):
         raise TypeError(
             f"batches is a {type(batches).__name__}: expected several inputs of the network, such "
             "as [x]"

@@ -14,6 +14,13 @@ MakeNeuron = Callable[[], nn.Module]
 Size = tuple[int, int]
 
 
+def pair(size: Size) -> Size:
+    """Check the height and the width of the input."""
+    if not isinstance(size, Sequence) or len(size) != 2:
+        raise TypeError(f"size is {size!r}: expected height and width, such as (28, 28)")
+    return size
+
+
 def named(name: str, build: partial[nn.Sequential]) -> Callable[..., nn.Sequential]:
     """Return a function of `spikefuse.models` that calls a partial one, for `help` and pickle."""
 

@@ -6,11 +6,12 @@ Improved SNN-Training Throughput on the IPU by Utilizing Activation Sparsity".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import nn
 
-from spikefuse.models.blocks import MakeNeuron, Size, perceptron
+from spikefuse.models.blocks import MakeNeuron, Size, pair, perceptron
 from spikefuse.nn import EventLinear
 
 # Neurons per unit of scale, and the numbers of hidden layers over which they can be split.
@@ -61,7 +62,7 @@ def mlp(
         hidden: neurons of each hidden layer.
         norm: False omits batch norm and gives the linear layers a bias.
     """
-    widths = [in_channels * size[0] * size[1], *hidden, num_classes]
+    widths = [in_channels * math.prod(pair(size)), *hidden, num_classes]
     return nn.Sequential(nn.Flatten(), *perceptron(neuron, widths, norm))
 
 
@@ -92,7 +93,7 @@ def event_mlp(
         hidden: neurons of each hidden layer; by default the paper's 2,940 in three layers.
         capacity, overflow: see `EventLinear`; the first layer uses all of its input.
     """
-    widths = [in_channels * size[0] * size[1], *hidden, num_classes]
+    widths = [in_channels * math.prod(pair(size)), *hidden, num_classes]
     layers = [
         EventLinear(
             widths[i],

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from spikefuse.models.blocks import MakeNeuron, Size, conv_norm, perceptron
+from spikefuse.models.blocks import MakeNeuron, Size, conv_norm, pair, perceptron
 
 # Output channels of each convolution; a pooling ends each stage.
 Stages = Sequence[Sequence[int]]
@@ -52,7 +52,7 @@ def conv(neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size) -> 
     Raises:
         ValueError: the input is smaller than 4 x 4.
     """
-    if min(size) < 4:
+    if min(pair(size)) < 4:
         raise ValueError(f"size is {size}: the conv model needs at least (4, 4)")
     first = [*conv_norm(in_channels, 32), neuron(), nn.AvgPool2d(2)]
     second = [*conv_norm(32, 64), neuron(), nn.AvgPool2d(2)]
@@ -98,7 +98,7 @@ def vgg(
             layers += [*conv_norm(width, channels), neuron()]
             width = channels
         layers.append(POOLINGS[pooling](2, ceil_mode=True))
-    features = width * math.prod(-(-side // 2 ** len(stages)) for side in size)
+    features = width * math.prod(-(-side // 2 ** len(stages)) for side in pair(size))
     widths = [features, *hidden, num_classes]
     return nn.Sequential(*layers, nn.Flatten(), *perceptron(neuron, widths, norm=False))
 
@@ -141,7 +141,7 @@ def plain(
         layers += [*conv_norm(width, channels, 3, stride, norm), neuron()]
         width = channels
     divisor = math.prod(stride for _, stride in stack.convolutions)
-    features = width * math.prod(-(-side // divisor) for side in size)
+    features = width * math.prod(-(-side // divisor) for side in pair(size))
     widths = [features, *stack.hidden, num_classes]
     return nn.Sequential(*layers, nn.Flatten(), *perceptron(neuron, widths, norm))
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from spikefuse.models.blocks import MakeNeuron, Size
+from spikefuse.models.blocks import MakeNeuron, Size, pair
 from spikefuse.neurons import LI, AdLIF, SEAdLIF
 from spikefuse.neurons.learnable import Learnable
 from spikefuse.nn import Recurrent
@@ -89,7 +89,7 @@ def recurrent(
             the ranges of the sources, from random values. Those of other neurons stay as they are.
     """
     layers: list[nn.Module] = [nn.Flatten()]
-    width = in_channels * size[0] * size[1]
+    width = in_channels * math.prod(pair(size))
     if pool is None:
         pool = 5 if width == 700 else 1
     if pool > 1:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from spikefuse.neurons.definition import Neuron, State, States
 from spikefuse.neurons.parameters import Value, number, positive
-from spikefuse.neurons.surrogate import Sigmoid, Surrogate
+from spikefuse.neurons.surrogate import Surrogate, checked
 
 
 class BRF(Neuron):
@@ -59,7 +59,7 @@ class BRF(Neuron):
         super().__init__()
         self.dt, self.threshold = positive("dt", dt), number("threshold", threshold)
         self.omega, self.damping = number("omega", omega, 0, 1 / dt), number("damping", damping, 0)
-        self.surrogate = Sigmoid() if surrogate is None else surrogate
+        self.surrogate = checked(surrogate)
 
     def step(self, x: Tensor, u: Tensor, v: Tensor, q: Tensor) -> tuple[Tensor, States]:
         angle = self.dt * self.omega

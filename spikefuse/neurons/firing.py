@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.parameters import Value, number
-from spikefuse.neurons.surrogate import Sigmoid, Surrogate
+from spikefuse.neurons.surrogate import Surrogate, checked
 
 Reset = Literal["hard", "soft"]
 RESETS = get_args(Reset)
@@ -43,14 +43,12 @@ class Firing(Neuron):
         surrogate: Surrogate | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(surrogate, Surrogate | None):
-            raise TypeError(f"surrogate is {surrogate!r}: expected a surrogate like Sigmoid(4.0)")
         if v_reset is None:
             raise TypeError("v_reset is None: expected a number; for a soft reset use reset='soft'")
         self.threshold = number("threshold", threshold)
         self.v_reset = number("v_reset", v_reset)
         self.reset, self.detach_reset = reset, bool(detach_reset)
-        self.surrogate = Sigmoid() if surrogate is None else surrogate
+        self.surrogate = checked(surrogate)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "reset" and value not in RESETS:

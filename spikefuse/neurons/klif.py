@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from spikefuse.neurons.checks import integer
 from spikefuse.neurons.definition import States
 from spikefuse.neurons.firing import Reset
 from spikefuse.neurons.lif import LIF
@@ -73,7 +74,7 @@ class KLIF(LIF):
         )
         self.k = positive("k", k)
         if isinstance(self.k, float):
-            shape = () if channels is None else (channels,)
+            shape = () if channels is None else (integer("channels", channels),)
             self.k = nn.Parameter(torch.full(shape, self.k))
         self.scale_reset = bool(scale_reset)
 

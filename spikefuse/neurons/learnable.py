@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from spikefuse.neurons.checks import integer
+
 #: A value before training, or several: of channels, or of neurons as in `Neuron`.
 Initial = float | Sequence[float] | Tensor
 
@@ -143,6 +145,7 @@ def _values(name: str, initial: Initial, channels: int | None, high: float = mat
         raise ValueError(f"{name} is {initial!r}: expected {expected}")
     if channels is None:
         return values
+    channels = integer("channels", channels)
     if values.ndim and values.shape != (channels,):
         raise ValueError(f"{name} has shape {list(values.shape)}: expected [{channels}]")
     return values.expand(channels)

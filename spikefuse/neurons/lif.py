@@ -32,8 +32,12 @@ def decay_from_tau(tau: Tau, dt: float = 1.0, exact: bool = False) -> Tau:
             Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion").
 
     Raises:
+        TypeError: `tau` or `dt` is not a number.
         ValueError: `tau` or `dt` is not positive and finite, or `tau < dt` without `exact`.
     """
+    for name, value in (("tau", tau), ("dt", dt)):
+        if not isinstance(value, Tensor):
+            number(name, value)
     least, most = (tau.min(), tau.max()) if isinstance(tau, Tensor) else (tau, tau)
     if not (least > 0 and dt > 0 and math.isfinite(most) and math.isfinite(dt)):
         raise ValueError(f"tau, dt are {tau!r}, {dt!r}: expected positive finite numbers")

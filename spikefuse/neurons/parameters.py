@@ -228,12 +228,6 @@ def positive(name: str, value: Any) -> Any:
     return number(name, value)
 
 
-def is_integer(value: Any, low: int) -> bool:
-    """Whether a value is an integer of at least `low`, of Python or NumPy."""
-    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return is_whole and value >= low
-
-
 def whole(name: str, value: Any, low: int) -> float:
     """Check a whole number of at least `low`; as a float it becomes a run-time value.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spikefuse.neurons.definition import Neuron, State, States
 from spikefuse.neurons.parameters import Value, number, positive
-from spikefuse.neurons.surrogate import Sigmoid, Surrogate
+from spikefuse.neurons.surrogate import Surrogate, checked
 
 Negative = Literal["never", "undo", "always"]
 
@@ -71,7 +71,7 @@ class RateIF(Neuron):
             )
         self.negative = negative
         self.shift = number("shift", shift)
-        self.surrogate = Sigmoid() if surrogate is None else surrogate
+        self.surrogate = checked(surrogate)
 
     def step(self, x: Tensor, v: Tensor, n: Tensor) -> tuple[Tensor, States]:
         h = v + (x + self.shift) / self.threshold

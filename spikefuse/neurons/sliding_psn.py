@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from spikefuse.neurons.checks import integer
 from spikefuse.neurons.definition import Neuron, State, States
-from spikefuse.neurons.parameters import whole
-from spikefuse.neurons.surrogate import Sigmoid, Surrogate
+from spikefuse.neurons.surrogate import Surrogate, checked
 
 
 class SlidingPSN(Neuron):
@@ -48,7 +48,7 @@ class SlidingPSN(Neuron):
 
     def __new__(cls, order: int = 4, *args: Any, **kwargs: Any) -> SlidingPSN:
         if cls.order is None:  # else the class of another instance, of which this is a copy
-            cls = _of_order(cls, int(whole("order", order, 1)))
+            cls = _of_order(cls, integer("order", order))
         made: SlidingPSN = object.__new__(cls)
         return made
 
@@ -57,7 +57,7 @@ class SlidingPSN(Neuron):
         for i in range(order):
             self.register_parameter(f"w{i}", nn.Parameter(torch.tensor(0.5**i)))
         self.bias = nn.Parameter(torch.tensor(-1.0))
-        self.surrogate = Sigmoid() if surrogate is None else surrogate
+        self.surrogate = checked(surrogate)
 
     def step(self, x: Tensor, *states: Tensor) -> tuple[Tensor, States]:
         h: Tensor = self.bias

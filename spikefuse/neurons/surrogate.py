@@ -478,3 +478,14 @@ class Custom(Surrogate):
 
     def learns(self, name: str) -> bool:
         return name != "cutoff" and self._primal is not None
+
+
+def checked(surrogate: Surrogate | None) -> Surrogate:
+    """Return a surrogate, by default `Sigmoid(4.0)`.
+
+    Raises:
+        TypeError: it is something else, such as a class.
+    """
+    if not isinstance(surrogate, Surrogate | None):
+        raise TypeError(f"surrogate is {surrogate!r}: expected a surrogate like Sigmoid(4.0)")
+    return Sigmoid() if surrogate is None else surrogate

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spikefuse.neurons.checks import integer
+from spikefuse.neurons.parameters import positive
+
 _NAMES: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
     nn.ReLU6: "relu6",
@@ -78,12 +81,8 @@ class QCFS(nn.Module):
 
     def __init__(self, threshold: float = 1.0, levels: int = 4) -> None:
         super().__init__()
-        if not (threshold > 0 and levels >= 1):
-            raise ValueError(
-                f"threshold, levels are {threshold}, {levels}: expected positive numbers"
-            )
-        self.threshold = nn.Parameter(torch.tensor(float(threshold)))
-        self.levels = levels
+        self.threshold = nn.Parameter(torch.tensor(float(positive("threshold", threshold))))
+        self.levels = integer("levels", levels)
 
     def forward(self, x: Tensor) -> Tensor:
         y = (x / self.threshold).clamp(0, 1) * self.levels

@@ -26,11 +26,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     what its layers save.
 
     Use it in place of `torch.utils.checkpoint.checkpoint` for parts of a network that contain
-    neurons. Inside `Temporal` the second call is a part of the same call of the network: neurons
-    get the same number of steps, initial states and implementation, and states from other
-    processes are not sent twice. Running statistics of batch norms are updated once. Only the
-    tensors among the arguments are saved, spikes as bits. While `graph_step` records a CUDA graph,
-    layers save what they usually do.
+    neurons, or layers that see several time steps. Inside `Temporal` the second call is a part of
+    the same call of the network: neurons get the same number of steps, initial states and
+    implementation, and states from other processes are not sent twice. Running statistics of batch
+    norms are updated once. Only the tensors among the arguments are saved, spikes as bits. While
+    `graph_step` records a CUDA graph, layers save what they usually do.
 
     Example::
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spikefuse.neurons.parameters import is_integer
+from spikefuse.neurons.checks import is_integer
 from spikefuse.nn.over_time import OnSequences
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.parameters import is_integer
+from spikefuse.neurons.checks import check_tensor, integer
 from spikefuse.scan.checks import is_plain
 
 __all__ = ["delta", "direct", "latency", "poisson", "population"]
@@ -179,8 +179,7 @@ def population(
             `num_neurons` < 2, `low` >= `high` or `width` <= 0.
     """
     _check(x, 1)
-    if not is_integer(num_neurons, 2):
-        raise ValueError(f"num_neurons is {num_neurons!r}: expected an integer of at least 2")
+    num_neurons = integer("num_neurons", num_neurons, 2)
     spread = (high - low) / (num_neurons - 1) if width is None else width
     if not (low < high and spread > 0):
         raise ValueError(
@@ -199,9 +198,7 @@ def _real_dtype(x: Tensor) -> torch.dtype:
 
 
 def _check(x: Tensor, num_steps: int) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__}: expected a tensor [B, ...]")
+    check_tensor("x", x, " [B, ...]")
     if x.ndim == 0:
         raise ValueError("x has no dimensions: expected [B, ...]")
-    if not is_integer(num_steps, 1):
-        raise ValueError(f"num_steps is {num_steps!r}: expected an integer of at least 1")
+    integer("num_steps", num_steps)

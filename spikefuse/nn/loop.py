@@ -89,6 +89,7 @@ class Loop(OnSequences):
     ) -> Any:
         if state is None and not return_state:
             return super().forward(x)
+        self._check([x])
         if not isinstance(state, tuple | None) or len(state or (0, 0)) != 2:
             raise TypeError(f"state is a {type(state).__name__}: expected one of an earlier call")
         last, states = state or ((), {})

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spikefuse.neurons.checks import check_tensor, integer
 from spikefuse.nn import readouts
 from spikefuse.nn.readouts import Lengths
 
@@ -305,7 +306,8 @@ def pool_population(x: Tensor, num_classes: int) -> Tensor:
     Raises:
         ValueError: C does not divide N.
     """
-    if num_classes < 1 or x.shape[-1] % num_classes:
+    check_tensor("x", x, " [..., N]")
+    if x.shape[-1] % integer("num_classes", num_classes):
         raise ValueError(
             f"num_classes is {num_classes} for {x.shape[-1]} neurons: expected a divisor of them"
         )
@@ -321,6 +323,8 @@ def _per_class(x: Tensor, target: Tensor, correct: float, incorrect: float | Ten
 
 def _checked(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Check the shapes, and convert outputs and class probabilities to the dtype of sums."""
+    check_tensor("x", x, " [T, B, N]")
+    check_tensor("target", target, " [B], or of class probabilities [B, N]")
     if x.ndim != 3 or not len(x):
         raise ValueError(f"the outputs have shape {list(x.shape)}: expected [T, B, N] with T >= 1")
     is_soft = target.is_floating_point()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spikefuse.neurons.checks import check_tensor
 from spikefuse.nn import readouts
 from spikefuse.nn.losses import first_spike_time
 from spikefuse.nn.readouts import Lengths
@@ -55,6 +56,8 @@ def accuracy_by_first_spike(spikes: Tensor, target: Tensor, lengths: Lengths = N
 
 def _check(spikes: Tensor, target: Tensor) -> None:
     """Check the shapes, since a comparison would broadcast `[B, 1]` or `[1]` without an error."""
+    check_tensor("spikes", spikes, " [T, B, N]")
+    check_tensor("target", target, " [B]")
     if spikes.ndim != 3 or not len(spikes):
         raise ValueError(
             f"the outputs have shape {list(spikes.shape)}: expected [T, B, N] with T >= 1"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from spikefuse import neurons, reference
 from spikefuse._torch import constant_result
+from spikefuse.neurons.checks import check_tensor
 from spikefuse.neurons.definition import Neuron, States, ValuePerStep, first_states, with_outputs
 from spikefuse.neurons.per_step import per_step_values, with_inputs
 from spikefuse.nn.call import Scan, active, mark_binary, wants_bits
@@ -217,11 +218,11 @@ def check_inputs(
     if len(inputs) != len(names):
         raise TypeError(
             f"{name} takes {len(names)} input{'s' * (len(names) > 1)} ({', '.join(names)}), not "
-            f"{len(inputs)}; pass a state as state=(...), and all time steps at once"
+            f"{len(inputs)}; pass a state as state=(...), and all time steps at once. Where a "
+            f"function that makes neurons is expected, pass lambda: {name}(...)"
         )
     for label, x in zip(names, inputs, strict=True):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: {label} is a {type(x).__name__}: expected a tensor")
+        check_tensor(f"{name}: {label}", x)
         if x.dtype not in DTYPES and (x.dtype != torch.float64 or backend != "reference"):
             hint = ' (or impl="reference")' if x.dtype == torch.float64 else ""
             raise TypeError(

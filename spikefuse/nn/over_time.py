@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spikefuse.neurons.checks import check_tensor, integer
 from spikefuse.neurons.definition import Neuron
-from spikefuse.neurons.parameters import is_integer
-from spikefuse.neurons.surrogate import Sigmoid, Surrogate
+from spikefuse.neurons.surrogate import Surrogate, checked
 from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.checkpoint import refuse_recomputation
 from spikefuse.nn.symbolic import leaf
@@ -43,6 +43,7 @@ class OnSequences(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         call = active.call
         refuse_recomputation(self)
+        self._check(inputs)
         if call is None:
             return self._over_time(inputs, None)
         if call.passing is not None:
@@ -65,6 +66,16 @@ class OnSequences(nn.Module):
                 raise TypeError(f"{type(self).__name__} with a history takes one input")
             inputs = [self._after_history(inputs[0], self.history, call)]
         return self._checked(self.over_time(*inputs), steps)
+
+    def _check(self, inputs: Sequence[Tensor]) -> None:
+        """Raise an error for inputs that are no sequences."""
+        name = type(self).__name__
+        for x in inputs:
+            check_tensor(f"{name}: x", x, " [T, B, ...]")
+            if active.call is None and (x.ndim < 2 or x.shape[0] == 0):
+                raise ValueError(
+                    f"{name}: x has shape {list(x.shape)}: expected [T, B, ...] with T >= 1"
+                )
 
     def _after_history(self, x: Tensor, history: int, call: TemporalCall | None) -> Tensor:
         """The input after the steps before it; the last ones become the final state."""
@@ -142,9 +153,7 @@ class OverTime(OnSequences):
                 "body contains a neuron, or a layer over time: let it follow OverTime, inside "
                 "Temporal"
             )
-        if not (history is None or is_integer(history, 0)):
-            raise ValueError(f"history is {history!r}: expected a number of steps, or None")
-        self.body, self.history = body, None if history is None else int(history)
+        self.body, self.history = body, None if history is None else integer("history", history, 0)
 
     def over_time(self, *inputs: Tensor) -> Tensor:
         return self.body(*inputs)
@@ -181,9 +190,7 @@ class StepScale(OnSequences):
 
     def __init__(self, num_steps: int) -> None:
         super().__init__()
-        if num_steps < 1:
-            raise ValueError(f"num_steps is {num_steps}: expected at least 1")
-        self.scale = nn.Parameter(torch.ones(num_steps))
+        self.scale = nn.Parameter(torch.ones(integer("num_steps", num_steps)))
 
     def over_time(self, x: Tensor) -> Tensor:  # type: ignore[override]
         if len(x) != len(self.scale):
@@ -220,23 +227,22 @@ class PSN(OnSequences):
         surrogate: replaces the derivative of the spike; `Sigmoid(4.0)` by default.
 
     Raises:
-        ValueError: an argument is out of range; at a call, the input has another number of steps.
+        TypeError, ValueError: an argument is not as described; at a call, the input has another
+            number of steps.
     """
 
     def __init__(
         self, num_steps: int, order: int | None = None, surrogate: Surrogate | None = None
     ) -> None:
         super().__init__()
-        if num_steps < 1 or (order is not None and not 1 <= order <= num_steps):
-            raise ValueError(
-                f"num_steps, order are {num_steps}, {order}: expected at least 1, and an order "
-                "from 1 to num_steps"
-            )
+        num_steps = integer("num_steps", num_steps)
+        if order is not None and integer("order", order) > num_steps:
+            raise ValueError(f"order is {order}: expected at most num_steps = {num_steps}")
         self.num_steps, self.order = num_steps, order
         self.weight = nn.Parameter(torch.empty(num_steps, num_steps))
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         self.bias = nn.Parameter(torch.full((num_steps, 1), -1.0))
-        self.surrogate = Sigmoid() if surrogate is None else surrogate
+        self.surrogate = checked(surrogate)
 
     def extra_repr(self) -> str:
         return f"{self.num_steps}, order={self.order}"

@@ -8,6 +8,7 @@ from torch import nn
 
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.delay import DelayedLinear
+from spikefuse.nn.neuron import check_module
 
 
 def parameter_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -26,7 +27,11 @@ def parameter_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]
 
     Returns:
         Two groups: the parameters with weight decay, and those without.
+
+    Raises:
+        TypeError: `net` is not a module.
     """
+    check_module("net", net)
     exempt = {
         id(parameter)
         for module in net.modules()

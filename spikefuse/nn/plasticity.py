@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spikefuse.neurons.checks import check_tensor
 from spikefuse.neurons.definition import Neuron, Outputs, State, States
 from spikefuse.neurons.li import LI
 from spikefuse.neurons.parameters import number
@@ -56,7 +57,7 @@ class STDPRule:
         eligibility_decay: factor of the eligibility in each step, if there are rewards.
 
     Raises:
-        TypeError, ValueError: a factor is not a number in [0, 1].
+        TypeError, ValueError: a factor is not a number in [0, 1], or an amplitude not a number.
     """
 
     pre_decay: float = 0.95
@@ -71,8 +72,8 @@ class STDPRule:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name.endswith("decay"):
-                number(name, value, 0.0, 1.0)
+            bounds = (0.0, 1.0) if name.endswith("decay") else ()
+            number(name, value, *bounds)
 
 
 @torch.no_grad()
@@ -118,17 +119,25 @@ def stdp(
             `[B, M, N]`.
 
     Returns:
-        `(up, down)`, float32 `[M, N]`, the shape of the weight of `nn.Linear(N, M)`; with
-        `return_state` a pair of this and the state.
+        `(up, down)`, float32 `[M, N]`, the shape of the weight of `nn.Linear(N, M)`, zeros for
+        B = 0; with `return_state` a pair of this and the state.
 
     Raises:
+        TypeError: an argument is not a dense tensor, or `rule` no rule.
         ValueError: shapes do not agree, or rewards begin or end between parts of a sequence: pass
             zeros for steps without one.
     """
-    if pre.ndim != 3 or post.ndim != 3 or pre.shape[:2] != post.shape[:2]:
+    sequences = {"pre": pre, "post": post, **({} if reward is None else {"reward": reward})}
+    for name, x in sequences.items():
+        check_tensor(name, x)
+        if x.is_complex():
+            raise TypeError(f"{name} is {x.dtype}: expected real numbers")
+    if not isinstance(rule, STDPRule):
+        raise TypeError(f"rule is {rule!r}: expected an STDPRule")
+    if pre.ndim != 3 or post.ndim != 3 or pre.shape[:2] != post.shape[:2] or not len(pre):
         raise ValueError(
             f"pre and post have shapes {list(pre.shape)} and {list(post.shape)}: expected "
-            "[T, B, N] and [T, B, M]"
+            "[T, B, N] and [T, B, M] with T >= 1"
         )
     before, after, eligibility = (None, None, None) if state is None else state
     if state is not None and (eligibility is None) != (reward is None):
@@ -191,7 +200,8 @@ def _rewarded(
     if eligibility is None:
         return changes
     first = decay * ahead[0].unsqueeze(2)
-    return tuple(c + (first * e).mean(0) for c, e in zip(changes, eligibility, strict=True))
+    last = ((first * e).sum(0) / max(len(e), 1) for e in eligibility)
+    return tuple(c + e for c, e in zip(changes, last, strict=True))
 
 
 def _eligibility(pairs: list[Pair], decay: float, earlier: Pair | None) -> Pair:
@@ -205,4 +215,4 @@ def _eligibility(pairs: list[Pair], decay: float, earlier: Pair | None) -> Pair:
 
 
 def _mean_product(left: Tensor, right: Tensor) -> Tensor:
-    return left.flatten(0, 1).T @ right.flatten(0, 1) / left.shape[1]
+    return left.flatten(0, 1).T @ right.flatten(0, 1) / max(left.shape[1], 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spikefuse.neurons.checks import check_tensor
 from spikefuse.scan.checks import is_plain
 
 __all__ = ["last", "max", "mean", "sum", "valid_steps"]
@@ -87,6 +88,7 @@ def last(x: Tensor, lengths: Lengths = None) -> Tensor:
     Returns:
         `[B, ...]`, of the dtype of x.
     """
+    _check(x)
     if lengths is None:
         return x[-1]
     samples = torch.arange(x.shape[1], device=x.device)
@@ -95,6 +97,7 @@ def last(x: Tensor, lengths: Lengths = None) -> Tensor:
 
 def steps_of(x: Tensor, lengths: Lengths) -> Tensor | int:
     """Return T, or the lengths in a shape that broadcasts to `[B, ...]`."""
+    _check(x)
     if lengths is None:
         return len(x)
     return valid(x, lengths).sum(0).view(-1, *[1] * (x.ndim - 2))
@@ -102,6 +105,7 @@ def steps_of(x: Tensor, lengths: Lengths) -> Tensor | int:
 
 def filled(x: Tensor, lengths: Lengths, value: float) -> Tensor:
     """Return x with a value in the place of the padding."""
+    _check(x)
     if lengths is None:
         return x
     mask = valid(x, lengths)
@@ -122,6 +126,12 @@ def valid(x: Tensor, lengths: Tensor) -> Tensor:
             "[T, B, ...]"
         )
     return valid_steps(lengths, len(x)).to(x.device)
+
+
+def _check(x: Tensor) -> None:
+    check_tensor("x", x, " [T, B, ...]")
+    if x.ndim == 0 or x.shape[0] == 0:
+        raise ValueError(f"x has shape {list(x.shape)}: expected [T, B, ...] with T >= 1")
 
 
 def _check_tensor(lengths: Tensor) -> None:

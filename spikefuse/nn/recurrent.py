@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse import reference
+from spikefuse.neurons.checks import integer
 from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, States, with_outputs
-from spikefuse.neurons.parameters import is_integer
 from spikefuse.nn.call import mark_binary, wants_bits
 from spikefuse.nn.neuron import (
     backend_of,
@@ -110,14 +110,11 @@ class Recurrent(nn.Module):
                     f"{type(neuron).__name__} has a state '{state}', which is the name of an "
                     "output: rename the state"
                 )
-        for name, value in (("features", features), ("heads", heads)):
-            if not is_integer(value, 1):
-                raise ValueError(f"{name} is {value!r}: expected an integer of at least 1")
+        features, heads = integer("features", features), integer("heads", heads)
         if features % heads:
             raise ValueError(
                 f"features is {features} and heads {heads}: expected a multiple of the heads"
             )
-        features, heads = int(features), int(heads)
         self.neuron, self.features, self.heads = neuron, features, heads
         self.self_connections = bool(self_connections)
         width = features // heads

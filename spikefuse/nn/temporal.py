@@ -13,6 +13,7 @@ from spikefuse._torch import is_traced
 from spikefuse.kernels.norm import BatchNorm, by_batch
 from spikefuse.kernels.triton_runtime import prepare
 from spikefuse.memory.policies import Checkpoint, Policy, Recompute
+from spikefuse.neurons.checks import check_tensor
 from spikefuse.neurons.definition import Neuron, States
 from spikefuse.nn.call import TemporalCall, saving_spikes
 from spikefuse.nn.nesting import map_tensors, map_values, named_values
@@ -272,6 +273,8 @@ class Temporal(nn.Module):
                     continue
                 if self.batch_first:
                     raise _time_first(x)
+            else:
+                check_tensor("the input", x, f" {expected}")
             if sequences and x.shape[:2] != sequences[0].shape[:2]:
                 # The exporters before torch.export pass defaults of keyword arguments as tensors.
                 refuse_export()

@@ -70,6 +70,8 @@ def fit(
         )
     if model is not None:
         settings["model"] = model if isinstance(model, str) else _registered(model)
+    if not isinstance(config, TrainConfig | None):
+        raise ConfigError(f"config is {config!r:.80}: expected a TrainConfig, or fit(dataset=...)")
     config = TrainConfig(**settings) if config is None else replace(config, **settings)
     if not resume or options.out is None or not options.out.exists():
         return run.train(config, options)

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from spikefuse import isolated
 from spikefuse.neurons import IF, LI, LIF, CubaLIF
 from spikefuse.neurons.definition import Neuron
-from spikefuse.neurons.surrogate import Sigmoid, Surrogate
+from spikefuse.neurons.surrogate import Surrogate, checked
 from spikefuse.nn.delay import Delay
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.recurrent import Recurrent
@@ -80,15 +80,13 @@ def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx
     Source: Pedersen et al., "Neuromorphic intermediate representation: A unified instruction set
     for interoperable brain-inspired computing", Nature Communications 15, 2024.
     """
-    nir, dt = package(), check_dt(dt)
-    if not isinstance(surrogate, Surrogate | None):
-        raise TypeError(f"surrogate is {surrogate!r}: expected a surrogate like Sigmoid(4.0)")
+    nir, dt, surrogate = package(), check_dt(dt), checked(surrogate)
     source = "the graph"
     if isinstance(graph, str | os.PathLike):
         source, graph = f"the graph in {os.fspath(graph)}", _graph_in(graph)
     if not isinstance(graph, nir.NIRGraph):
         raise TypeError(f"graph is a {type(graph).__name__}: expected a nir.NIRGraph, or a path")
-    return _Reader(dt, Sigmoid() if surrogate is None else surrogate, source).read(graph)
+    return _Reader(dt, surrogate, source).read(graph)
 
 
 def _graph_in(path: str | os.PathLike[str]) -> Any:

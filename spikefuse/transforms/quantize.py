@@ -10,11 +10,11 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
 from spikefuse._torch import children_of
 from spikefuse.kernels.norm import BatchNorm
+from spikefuse.neurons.checks import is_integer
 from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.description import owners
 from spikefuse.neurons.fixed_point import fixed_point
 from spikefuse.neurons.learnable import Learnable
-from spikefuse.neurons.parameters import is_integer
 from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.nn.call import Observer, Scan, observing
 from spikefuse.nn.recurrent import Recurrent

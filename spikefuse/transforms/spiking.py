@@ -48,7 +48,8 @@ def spiking(
         copy: if False, replace the activations of `model` itself.
 
     Raises:
-        TypeError: `model` is not a module, or `neuron` does not make neurons.
+        TypeError: `model` is not a module, `neuron` does not make neurons, or `replace`
+            is no tuple.
         ValueError: the model has no activation module; it is or contains a Temporal; or its code
             calls an activation as a function or tensor method (`F.relu`, `x.relu()`), which no
             neuron can replace. Calls are found in the source of the model's classes, not in
@@ -62,6 +63,8 @@ def spiking(
             f"neuron is a {type(neuron).__name__}: expected a function that makes a new one at "
             "each call, such as lambda: spikefuse.LIF()"
         )
+    if not isinstance(replace, tuple):
+        raise TypeError(f"replace is {replace!r}: expected a tuple of classes, such as (nn.ReLU,)")
     calls = list(dict.fromkeys(c for m in model.modules() for c in _functional_calls(m, replace)))
     if calls:
         raise ValueError(

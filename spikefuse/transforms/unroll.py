@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse._torch import children_of
+from spikefuse.neurons.checks import check_tensor
 from spikefuse.neurons.integer_lif import IntegerLIF
 from spikefuse.nn.call import active, inside
 from spikefuse.nn.over_time import OnSequences
@@ -55,6 +56,7 @@ def unroll_integer_spikes(net: Temporal, x: Tensor) -> nn.Module:
     """
     if not isinstance(net, Temporal) or net.batch_first:
         raise TypeError(f"net is {net!r}: expected a Temporal without batch_first")
+    check_tensor("x", x, " [T, B, ...]")
     levels = 0
     for name, neuron in net.neurons().items():
         if not isinstance(neuron, IntegerLIF):

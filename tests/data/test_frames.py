@@ -202,6 +202,19 @@ def test_whole_floats_are_numbers_and_others_are_refused(name: str) -> None:
             Slicing(**{**options, name: wrong})
 
 
+def test_arguments_of_other_types_are_refused() -> None:
+    recording, slicing = Recording([0], [0], [0], [0], (2, 1, 1)), Slicing("number", 2)
+    for function in (to_frames, time_surface):
+        with pytest.raises(TypeError, match=r"slicing is 4: expected one such as Slicing\("):
+            function(recording, 4)
+        with pytest.raises(TypeError, match="events is a ndarray: expected a Recording"):
+            function(np.zeros((4, 2)), slicing)
+    with pytest.raises(DataError, match="num_steps is 0: expected at least 1"):
+        voxel_grid(recording, 0)
+    with pytest.raises(TypeError, match="batch is a Tensor: expected examples"):
+        expand(torch.zeros(2, 3))
+
+
 def test_a_clock_that_does_not_begin_with_the_recording() -> None:
     t = np.array([5_000_000, 5_000_010])
     with pytest.raises(DataError, match=r"first event has t = 5000000, after all 3 slices of 10 "):

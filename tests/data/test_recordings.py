@@ -21,6 +21,12 @@ def test_events_are_sorted_by_time() -> None:
     assert len(events) == 3
 
 
+@pytest.mark.parametrize("size", [8, None, (), (34, 34), (2, 0, 4), (2, 34.0, 34), "234"])
+def test_sizes_that_are_none(size: object) -> None:
+    with pytest.raises(DataError, match=r"^size is .*: expected \(P, H, W\), or \(W,\) for audio"):
+        Recording([0], [0], [0], [0], size)
+
+
 @pytest.mark.parametrize("size", [(2, 2, 3), (2, 1, 4), (1, 2, 4), (3,)])
 def test_an_event_outside_the_sensor_names_the_file(size: tuple[int, ...]) -> None:
     with pytest.raises(DataError, match=r"^some/file is damaged .*an event has [xyp] = "):

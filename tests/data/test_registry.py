@@ -13,6 +13,8 @@ from spikefuse import data
 def test_an_unknown_name() -> None:
     with pytest.raises(data.DataError, match="unknown dataset 'minst': choose one of digits"):
         data.load("minst")
+    with pytest.raises(TypeError, match="dataset is a NoneType: expected a name or a Dataset"):
+        data.load(None)
 
 
 @pytest.mark.parametrize("name", data.DATASETS)

@@ -120,3 +120,5 @@ def test_missing_and_huge_files(tmp_path: Path) -> None:
 def test_one_channel_is_expected() -> None:
     with pytest.raises(ValueError, match=r"samples have shape \[2, 100\]: expected one channel"):
         log_mel(torch.zeros(2, 100), 4)
+    with pytest.raises(TypeError, match="samples are float64: expected a tensor"):
+        log_mel(np.zeros(100), 4)

@@ -275,6 +275,21 @@ def test_layers_with_feedback() -> None:
         assert all(p.grad.any() for p in layer.parameters())
 
 
+def test_values_are_time_first() -> None:
+    """The container itself returns `[B, T, ...]`, its neurons and layers `[T, B, ...]`."""
+    net, x = make_net().eval(), images()
+    options = {"states": ("spikes", "v"), "layers": ("net.*", "")}
+    with sf.record(net, **options) as expected:
+        net(x)
+    other = sf.Temporal(net.net, batch_first=True)
+    with sf.record(other, **options) as record:
+        y = other(x.transpose(0, 1))
+    assert y.shape[:2] == (B, T)
+    for name, values in expected.items():
+        for key, value in values.items():
+            assert torch.equal(record[name][key], value if name else value.transpose(0, 1))
+
+
 def test_several_calls() -> None:
     net, x = make_net().eval(), images()
     stream = sf.Stream(net)

@@ -216,7 +216,7 @@ def test_psn(order):
 
 
 def test_wrong_psn():
-    with pytest.raises(ValueError, match="num_steps, order are 3, 4: expected at least 1"):
+    with pytest.raises(ValueError, match="order is 4: expected at most num_steps = 3"):
         sf.PSN(3, 4)
     with pytest.raises(ValueError, match="PSN received 5 time steps: expected 3"):
         sf.PSN(3)(torch.rand(5, 2, 4))

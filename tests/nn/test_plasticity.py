@@ -112,6 +112,17 @@ def test_under_autocast_and_with_a_graph() -> None:
     assert not any(x.requires_grad for x in found)
 
 
+@pytest.mark.parametrize("rewarded", [False, True])
+def test_no_samples(rewarded: bool) -> None:
+    """Nothing changes, also in the next part of the sequence."""
+    pre, post, reward = (x[:, :0] for x in trains())
+    state = None
+    for _ in range(2):
+        r = reward if rewarded else None
+        changes, state = stdp(pre, post, TRIPLET, r, state, return_state=True)
+        assert all(torch.equal(x, torch.zeros(M, N)) for x in changes)
+
+
 def test_wrong_arguments() -> None:
     pre, post, reward = trains()
     _, state = stdp(pre, post, PAIR, return_state=True)
@@ -123,3 +134,9 @@ def test_wrong_arguments() -> None:
         stdp(pre, post, reward=reward[0])
     with pytest.raises(ValueError, match=r"post_decay is 1\.5: expected a number in \[0, 1\]"):
         sf.plasticity.STDPRule(post_decay=1.5)
+    with pytest.raises(ValueError, match="potentiation is nan: expected a finite number"):
+        sf.plasticity.STDPRule(potentiation=math.nan)
+    with pytest.raises(TypeError, match=r"rule is 0\.5: expected an STDPRule"):
+        stdp(pre, post, 0.5)
+    with pytest.raises(TypeError, match=r"post is torch\.complex64: expected real numbers"):
+        stdp(pre, post + 0j)

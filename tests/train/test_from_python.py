@@ -56,6 +56,7 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
             r"model is Linear\(.*, which is an object of type Linear: expe",
         ),
         ({"model": partial(tiny)}, "model is functools.partial.*, which has no name"),
+        ({"config": "digits"}, r"config is 'digits': expected a TrainConfig, or fit\(dataset="),
         ({"dataset": sf.data.DATASETS["digits"]}, "name it as module:dataset, .* with data_dir"),
     ],
 )
