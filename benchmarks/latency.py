@@ -38,7 +38,7 @@ import spikefuse as sf
 from benchmarks import jelly, networks, runner
 from benchmarks.layers import DTYPES, OURS
 from benchmarks.networks import FUSED, Workload
-from benchmarks.runner import EAGER, GRAPH, GRAPH_STEP, WAYS, Contender, Record, difference
+from benchmarks.runner import EAGER, GRAPH, STEP_WAYS, WAYS, Contender, Record, difference
 
 # Potentials are multiples of 2^-8 in four steps; bfloat16 has this threshold.
 NEURON: dict[str, Any] = {"T": 4, "batch": 1, "decay": 0.5, "threshold": 0.5 - 2**-9}
@@ -179,8 +179,8 @@ def leaky(task: Sample) -> Model:
 # By part and name: what makes a model, or raises why it cannot, and the ways to run it.
 MODELS: dict[str, dict[str, tuple[Callable[[Sample], Model], tuple[str, ...]]]] = {
     SAMPLE: {
-        FUSED: (partial(ours, fused=True), (EAGER, GRAPH_STEP)),
-        OURS: (partial(ours, fused=False), (EAGER,)),
+        FUSED: (partial(ours, fused=True), STEP_WAYS),
+        OURS: (partial(ours, fused=False), STEP_WAYS),
         jelly.FUNCTION: (partial(function, name="function"), WAYS),
         jelly.FUNCTION + COMPILED: (partial(function, name="function", mode="default"), WAYS),
         jelly.PRECISION: (partial(function, name="precision"), WAYS),
@@ -263,9 +263,12 @@ def measure(args: argparse.Namespace, about: Record) -> Record:
 
 def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("latency", __doc__, rounds=5)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument(
+        "--workloads", nargs="+", choices=WORKLOADS, help="both, or the first if quick"
+    )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="both, or float32 on a CPU")
     args = runner.parse(parser, argv)
+    args.workloads = args.workloads or list(WORKLOADS)[: 1 if args.quick else 2]
     args.dtype = args.dtype or list(DTYPES)[: 2 if args.device.startswith("cuda") else 1]
     cases = product(args.workloads, args.dtype, PARTS)
     rows = [dict(zip(("workload", "dtype", "steps"), case, strict=True)) for case in cases]
