@@ -138,8 +138,8 @@ class EventLinear(nn.Module):
         refuse_class("neuron", neuron)
         if neuron is not None:
             with_candidates(neuron)  # raises its errors early
-        self.in_features = integer("in_features", in_features)
-        self.out_features, self.neuron = integer("out_features", out_features), neuron
+        self.in_features = integer("in_features", in_features, 0)
+        self.out_features, self.neuron = integer("out_features", out_features, 0), neuron
         self.capacity, self.overflow = capacity, overflow
         self.impl = impl
         self.weight = nn.Parameter(torch.empty(in_features, out_features, device=device).t())

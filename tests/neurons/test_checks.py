@@ -20,7 +20,7 @@ def test_integers() -> None:
     assert type(integer("n", np.int64(0), 0)) is int
 
 
-@pytest.mark.parametrize("value", ["8", 8.0, True, -1, 0])
+@pytest.mark.parametrize("value", ["8", 8.0, True, -1])
 @pytest.mark.parametrize(
     ("name", "make"),
     [
@@ -39,7 +39,7 @@ def test_integers() -> None:
     ],
 )
 def test_numbers_of_things(name: str, make, value) -> None:
-    with pytest.raises(ValueError, match=f"{name} is .*: expected an integer of at least 1"):
+    with pytest.raises(ValueError, match=f"{name} is .*: expected an integer of at least"):
         make(value)
 
 
