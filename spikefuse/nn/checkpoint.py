@@ -150,12 +150,12 @@ def _run_again(runs: _Runs, args: tuple[Any, ...]) -> Any:
 
 def refuse_recomputation(layer: nn.Module) -> None:
     """Raise a RuntimeError if `layer` is recomputed outside a call, and its first run may have been
-    inside one."""
+    inside one. Inside a call, remember the layer: containers do so for those that carry a state."""
     if is_traced():
         return
     if active.call is not None:
-        _folded.add(layer)
-    elif is_recomputed() and layer in _folded:
+        called_inside.add(layer)
+    elif is_recomputed() and layer in called_inside:
         raise RuntimeError(_REFUSAL.format(type(layer).__name__))
 
 
@@ -186,7 +186,7 @@ _REFUSAL = (
 )
 
 #: The layers that have run inside a call, where they read `[T*B, ...]`.
-_folded: WeakSet[nn.Module] = WeakSet()
+called_inside: WeakSet[nn.Module] = WeakSet()
 
 
 def is_recomputed(or_by_ours: bool = False) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from spikefuse.neurons.definition import States
 from spikefuse.nn.call import TemporalCall, active
+from spikefuse.nn.checkpoint import called_inside
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.over_time import OnSequences
 from spikefuse.nn.temporal import layers_with_states
@@ -128,6 +129,7 @@ class Loop(OnSequences):
         if names is None:
             layers = layers_with_states(self.body, in_loop=True)
             names = dict(zip(map(id, layers.values()), layers, strict=True))
+            called_inside.update(layers.values())
         batch, finals, steps, outer = x.shape[1], dict[str, States](), [], active.call
         impl, policy = ("auto", None) if outer is None else (outer.impl, outer.policy)
         last = last or tuple(x.new_zeros(batch, *shape) for shape in self.shapes)

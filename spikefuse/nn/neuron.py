@@ -54,9 +54,9 @@ def call_neuron(neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted
     if call is not None and id(neuron) not in call.names:
         call.refuse_rows(neuron, arguments.inputs)
         call = None
-    else:
+    elif call is None:
         refuse_recomputation(neuron)
-        if call is None and _may_be_batch(neuron, arguments, wanted):
+        if _may_be_batch(neuron, arguments, wanted):
             _warn_batch()
     if active.observer is not None:
         scan = partial(active.observer.scan, neuron, scan)
@@ -222,7 +222,8 @@ def check_inputs(
             f"function that makes neurons is expected, pass lambda: {name}(...)"
         )
     for label, x in zip(names, inputs, strict=True):
-        check_tensor(f"{name}: {label}", x)
+        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+            check_tensor(f"{name}: {label}", x)
         if x.dtype not in DTYPES and (x.dtype != torch.float64 or backend != "reference"):
             hint = ' (or impl="reference")' if x.dtype == torch.float64 else ""
             raise TypeError(

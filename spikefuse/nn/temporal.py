@@ -16,6 +16,7 @@ from spikefuse.memory.policies import Checkpoint, Policy, Recompute
 from spikefuse.neurons.checks import check_tensor
 from spikefuse.neurons.definition import Neuron, States
 from spikefuse.nn.call import TemporalCall, saving_spikes
+from spikefuse.nn.checkpoint import called_inside
 from spikefuse.nn.nesting import map_tensors, map_values, named_values
 from spikefuse.nn.neuron import IMPLEMENTATIONS, check_module
 from spikefuse.nn.over_time import OnSequences, OverTime
@@ -174,6 +175,8 @@ class Temporal(nn.Module):
         names = dict(zip(map(id, layers.values()), layers, strict=True))
         call = TemporalCall(num_steps, names, batch, impl, state, return_state)
         call.passing, call.network, call.policy = self.passing, self.net, self.memory
+        if not traced:
+            called_inside.update(layers.values())
         if call.passing is not None:
             self._begin(call.passing, sequences, call)
         args: Sequence[Any] = inputs
@@ -273,7 +276,7 @@ class Temporal(nn.Module):
                     continue
                 if self.batch_first:
                     raise _time_first(x)
-            else:
+            elif x.layout is not torch.strided:
                 check_tensor("the input", x, f" {expected}")
             if sequences and x.shape[:2] != sequences[0].shape[:2]:
                 # The exporters before torch.export pass defaults of keyword arguments as tensors.
