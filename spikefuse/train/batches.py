@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spikefuse import data
-from spikefuse.data import DATASETS, Examples, Frames
+from spikefuse.data import Examples, Frames
 from spikefuse.data.registry import describe
 from spikefuse.nn import Events
 from spikefuse.nn.encode import direct, poisson
@@ -49,11 +49,10 @@ def load_examples(
         DataError: a file is missing or damaged, or the download failed.
         ConfigError: the run has other classes.
     """
-    name = config.dataset
-    dataset, options = describe(name, directory, **config.transform())
-    if dataset is not DATASETS[name]:
+    dataset = describe(config.dataset, directory, **config.transform())
+    if config.data.describe is not None:
         config = config.with_files_of(dataset)
-    return config, data.load(dataset, directory, download, **options)
+    return config, data.load(dataset, directory, download)
 
 
 def contents(batch: Examples, packed: bool) -> Tensor:
