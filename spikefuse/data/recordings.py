@@ -115,21 +115,11 @@ def check_memory(path: Path, num_events: int = 0, free: int | None = None) -> No
         )
 
 
-def check_sites(columns: Columns, size: tuple[int, ...], path: Path) -> None:
-    """Check the coordinates of the events of a file against the sensor.
-
-    Raises:
-        DataError: an event of `path` lies outside the sensor.
-    """
-    for problem in _problems(columns[:3], size):
-        raise damaged(path, problem)
-
-
-def _problems(columns: Sequence[np.ndarray], size: tuple[int, ...]) -> Iterator[str]:
+def _problems(columns: Columns, size: tuple[int, ...]) -> Iterator[str]:
     """Yield what is wrong with the values of x, y, p and t."""
     polarities, height, width = size if len(size) == 3 else (1, 1, size[0])
     limits = (width, height, polarities, TIME_LIMIT)
-    for name, values, limit in zip("xypt", columns, limits, strict=False):
+    for name, values, limit in zip("xypt", columns, limits, strict=True):
         whole = values.dtype.kind in "iub"
         if whole and len(values) and values.min() >= 0 and values.max() < limit:
             continue
