@@ -40,7 +40,7 @@ TRAIN_SHARE = 0.9  # of each class, at its beginning
 read_ncaltech101 = partial(read_nmnist, size=SIZE)
 
 
-def find_ncaltech101(directory: Path) -> tuple[RecordingSet, RecordingSet]:
+def find_ncaltech101(directory: Path) -> tuple[RecordingSet, ...]:
     """Find training and test recordings in one folder of .bin files per class.
 
     The dataset has no test set. As SpikingJelly's `split_to_train_test_set(0.9, ...)` does without
@@ -51,15 +51,14 @@ def find_ncaltech101(directory: Path) -> tuple[RecordingSet, RecordingSet]:
     """
     folder = find_folder("ncaltech101", CLASSES, directory, PAGE, "Caltech101")
     how = f"get the dataset from {PAGE} and unpack it there"
-    files, labels = class_files(folder, CLASSES, {".bin"}, how)
-    counts = np.bincount(labels)
+    files = class_files(folder, CLASSES, {".bin"}, how)
+    counts = np.bincount(files.labels)
     if counts.min() < 2:
         name = CLASSES[counts.argmin()]
         raise DataError(f"ncaltech101: {folder / name} has one recording, expected two: {how}")
-    place = np.arange(len(labels)) - np.repeat(counts.cumsum() - counts, counts)
-    is_training = place < (TRAIN_SHARE * counts).astype(int)[labels]
-    train, test = (
-        RecordingSet.of_files(SIZE, files, labels, chosen, read_ncaltech101)
+    place = np.arange(len(files.labels)) - np.repeat(counts.cumsum() - counts, counts)
+    is_training = place < (TRAIN_SHARE * counts).astype(int)[files.labels]
+    return tuple(
+        RecordingSet.of_files(SIZE, files.rows(chosen), read_ncaltech101)
         for chosen in (is_training, ~is_training)
     )
-    return train, test

@@ -6,10 +6,7 @@ Datasets Using Saccades", Frontiers in Neuroscience 9:437, 2015.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from spikefuse.data.event_files import read_saccades
 from spikefuse.data.files import class_files, find_folder
@@ -31,8 +28,8 @@ def find_nmnist(directory: Path) -> tuple[RecordingSet, RecordingSet]:
 
 def _recordings(folder: Path) -> RecordingSet:
     how = f"get {folder.name}.zip from {PAGE} and unpack it to {folder}"
-    files, labels = class_files(folder, "0123456789", {".bin"}, how)
-    return RecordingSet(SIZE, np.array(labels), files, partial(map, read_nmnist, files))
+    files = class_files(folder, "0123456789", {".bin"}, how)
+    return RecordingSet.of_files(SIZE, files, read_nmnist)
 
 
 def read_nmnist(path: Path, size: tuple[int, int, int] = SIZE) -> Recording:

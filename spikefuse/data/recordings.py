@@ -5,16 +5,15 @@ Shape legend: E events, P polarities, H rows, W columns or units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spikefuse.data.files import DataError, damaged, free_memory
+from spikefuse.data.files import DataError, Files, damaged, free_memory
 from spikefuse.data.sound import Sound
 
 if TYPE_CHECKING:
@@ -176,11 +175,8 @@ class RecordingSet:
     def of_files(
         cls,
         size: tuple[int, ...],
-        files: Sequence[Path],
-        labels: Sequence[int],
-        chosen: np.ndarray,
+        files: Files,
         read: Callable[[Path], Recording | Sound],
     ) -> RecordingSet:
-        """Return the chosen files, which hold one recording each; `chosen` is bool `[N]`."""
-        own = tuple(compress(files, chosen))
-        return cls(size, np.array(labels)[chosen], own, partial(map, read, own))
+        """Return recordings of which each file holds one."""
+        return cls(size, files.labels, files.paths, partial(map, read, files.paths))
