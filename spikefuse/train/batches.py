@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -82,6 +83,7 @@ def encode(inputs: Tensor, config: TrainConfig, share: slice = WHOLE) -> Tensor 
     return Events.from_dense(x) if config.on_events else x
 
 
+@dataclass
 class EvalBatches:
     """All examples in order, in batches of at most `batch_size`.
 
@@ -89,11 +91,13 @@ class EvalBatches:
         packed: leave event frames packed.
     """
 
-    def __init__(
-        self, examples: Examples, batch_size: int, device: torch.device = CPU, packed: bool = False
-    ) -> None:
-        self.examples, self.batch_size, self.device = examples, batch_size, device
-        self.packed = packed
+    examples: Examples
+    batch_size: int
+    device: torch.device = CPU
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        self.examples = place(self.examples, self.device)
 
     def __len__(self) -> int:
         return -(-len(self.examples) // self.batch_size)
@@ -123,6 +127,7 @@ class EvalBatches:
         return contents(batch, self.packed), batch.labels
 
 
+@dataclass(kw_only=True)
 class TrainBatches(EvalBatches):
     """One epoch of shuffled batches per iteration, from the current position of the run.
 
@@ -132,20 +137,10 @@ class TrainBatches(EvalBatches):
     Args:
         batch_size: at most `len(examples)`.
         steps_done: returns the number of optimizer steps done so far.
-        packed: leave event frames packed.
     """
 
-    def __init__(
-        self,
-        examples: Examples,
-        batch_size: int,
-        seed: int,
-        steps_done: Callable[[], int],
-        device: torch.device = CPU,
-        packed: bool = False,
-    ) -> None:
-        super().__init__(examples, batch_size, device, packed)
-        self.seed, self.steps_done = seed, steps_done
+    seed: int
+    steps_done: Callable[[], int]
 
     def __len__(self) -> int:
         return len(self.examples) // self.batch_size

@@ -253,8 +253,8 @@ def evaluate(
     """
     net.eval()
     task, precision = config.make_task(), config.precision
-    totals, placed = Totals(task), batches.place(examples, device)
-    steps = EvalBatches(placed, config.batch_size, device, config.on_events)
+    totals = Totals(task)
+    steps = EvalBatches(examples, config.batch_size, device, config.on_events)
     autocast = torch.autocast(device.type, DTYPES[precision], enabled=precision != "32")
     with threads(config), torch.no_grad(), autocast:
         for index, (inputs, labels) in enumerate(progress(steps, "test", processes.main)):

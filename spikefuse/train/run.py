@@ -80,8 +80,9 @@ def _train(
     _check_device(config, device)
     _check_processes(config, options, processes)
     with processes.connected(device):
+        examples = DataModule(config, options.data_dir, options.download)
         with processes.local_main_first():
-            examples = _load_data(config, options)
+            examples.setup()
         config = examples.config  # with the classes of the files
         module = TrainingModule(config, processes)
         if resumed is not None:
@@ -171,12 +172,6 @@ def _check_processes(config: TrainConfig, options: RunOptions, processes: Proces
             f"accumulate is {config.accumulate}: expected at most {share}, each process's share of "
             "a batch"
         )
-
-
-def _load_data(config: TrainConfig, options: RunOptions) -> DataModule:
-    examples = DataModule(config, options.data_dir, options.download)
-    examples.setup()
-    return examples
 
 
 def _check_examples(config: TrainConfig, examples: DataModule, resumed: LoadedRun) -> None:
