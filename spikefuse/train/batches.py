@@ -62,13 +62,7 @@ def contents(batch: Examples, packed: bool) -> Tensor:
 
 
 def encode(inputs: Tensor, config: TrainConfig, share: slice = WHOLE) -> Tensor | Events:
-    """Convert a batch to the network's input `[T, B, ...]`.
-
-    Args:
-        inputs: images `[B, C, H, W]`, event frames or series `[B, T, ...]`, or for event models
-            packed event frames `[B, T, S]`.
-        share: the samples to return; random numbers are drawn for the whole batch.
-    """
+    """Convert a batch to the network's input, as `TrainingModule.encode` does."""
     dataset = config.data
     if dataset.kind != "images":
         frames = inputs[share].transpose(0, 1)

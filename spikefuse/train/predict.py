@@ -127,8 +127,7 @@ def load(
             there is no such device.
     """
     device = find_device(device)
-    file = checkpoint.in_folder(Path(path).expanduser(), checkpoint.BEST)
-    loaded = checkpoint.load(file, {"model": model, "dataset": dataset})
+    loaded = checkpoint.load(Path(path).expanduser(), {"model": model, "dataset": dataset})
     with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten
         network = TrainedNetwork(loaded.config)
     checkpoint.load_weights(network, loaded)
