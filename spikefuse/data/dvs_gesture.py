@@ -35,10 +35,7 @@ def find_dvs_gesture(directory: Path) -> tuple[RecordingSet, RecordingSet]:
     Raises:
         DataError: a file is missing or damaged.
     """
-    try:
-        folder = find_folder("dvs_gesture", LISTS, directory, PAGE)
-    except DataError:  # DvsGesture is the folder in the published archive
-        folder = find_folder("dvs_gesture/DvsGesture", LISTS, directory, PAGE)
+    folder = find_folder("dvs_gesture", LISTS, directory, PAGE, "DvsGesture")
     return _recordings(folder, LISTS[0]), _recordings(folder, LISTS[1])
 
 

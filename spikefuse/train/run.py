@@ -238,7 +238,7 @@ def _fit(
         callbacks: list[pl.Callback] = [*optional_callbacks(config), saver]
         if processes.main:
             callbacks = [ProgressReporter(), MetricsWriter(directory), *callbacks]
-        trainer = _trainer(config, device, processes, callbacks, directory)
+        trainer = _trainer(module, device, callbacks, directory)
         if processes.main:
             own = [] if logger is None else [make_logger(logger, directory, config)]
             trainer.loggers = [TensorBoardLogger(directory, None, TENSORBOARD), *own]
@@ -257,12 +257,9 @@ def _fit(
 
 
 def _trainer(
-    config: TrainConfig,
-    device: torch.device,
-    processes: Processes,
-    callbacks: list[pl.Callback],
-    directory: Path,
+    module: TrainingModule, device: torch.device, callbacks: list[pl.Callback], directory: Path
 ) -> pl.Trainer:
+    config, processes = module.config, module.processes
     several = processes.count > 1
     trainer = pl.Trainer(
         inference_mode=False,  # in which batch norms do not fuse
