@@ -40,7 +40,7 @@ GROUPS = (
         "linear layer and {N:,} LIF neurons, T = {T}",
         (JELLY, open_neuromorphic.SNNTORCH, open_neuromorphic.NORSE, open_neuromorphic.SPYX),
     ),
-    Group("methods", "{row}", (JELLY, "shifted sequences")),
+    Group("methods", "{row}", (JELLY, "shifted sequences", LOOP)),
     Group("cpu", "{row}", (JELLY, "snnTorch", "Norse")),
 )
 

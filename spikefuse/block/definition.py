@@ -33,6 +33,7 @@ class Kind(NamedTuple):
             plus the residual. The neuron reads it in float32; as an output it is rounded to the
             dtype of the inputs.
         has_factor: whether an input after these multiplies the normalized first one.
+        only_shifts: whether the norm is no more than its shift, as the bias of a convolution is.
     """
 
     has_residual: bool = False
@@ -40,6 +41,7 @@ class Kind(NamedTuple):
     normalizes_residual: bool = False
     returns_sum: bool = False
     has_factor: bool = False
+    only_shifts: bool = False
 
 
 class _AddStatisticsGradient(torch.autograd.Function):
@@ -82,6 +84,8 @@ class NormedNeuron(Neuron):
         return (*outputs, u) if self.kind.returns_sum else outputs, states
 
     def _scaled(self, x: Tensor, prefix: str = "") -> Tensor:
+        if self.kind.only_shifts:
+            return x
         mean, scale = getattr(self, prefix + "mean"), getattr(self, prefix + "scale")
         if self.kind.by_batch:
             offset, slope = getattr(self, prefix + "offset"), getattr(self, prefix + "slope")
@@ -94,7 +98,7 @@ def with_batch_norm(neuron: Neuron, norm: Sequence[Tensor], kind: Kind) -> Norme
     """`neuron`, which may be one `with_outputs`, with a batch norm before it.
 
     Args:
-        norm: the `NORM_VALUES`, `[C]` each, and the `RESIDUAL_VALUES` to normalize the residual.
+        norm: the values of `value_names`, `[C]` each, without those of a correction.
     """
     names = ["residual"] * kind.has_residual + ["factor"] * kind.has_factor
     definition = _class(type(neuron), tuple(names))()
@@ -107,6 +111,8 @@ def with_batch_norm(neuron: Neuron, norm: Sequence[Tensor], kind: Kind) -> Norme
 
 def value_names(kind: Kind) -> tuple[str, ...]:
     """The run-time values of the norm, or of both norms, in the order in which blocks pass them."""
+    if kind.only_shifts:
+        return NORM_VALUES[-1:]
     values = NORM_VALUES + RESIDUAL_VALUES * kind.normalizes_residual
     corrections = CORRECTION + RESIDUAL_CORRECTION * kind.normalizes_residual
     return values + corrections * kind.by_batch

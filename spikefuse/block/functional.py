@@ -47,7 +47,7 @@ class Norm(NamedTuple):
 
     Attributes:
         statistics: of the batch.
-        mean, variance: the running statistics, in evaluation.
+        mean, variance: the running statistics, in evaluation; None if the norm only shifts.
     """
 
     weight: Tensor | None
@@ -109,8 +109,8 @@ def run_block(
     inputs, states, own, _, scalars, passing = arguments
     wanted = wanted._replace(save=wanted.save or not rebuilds)
     if not by_batch:
-        mean, scale, *residual = [value for norm in norms for value in _mean_and_scale(norm)]
-        values = mean, scale, shift, *residual, *own
+        found = [value for norm in norms for value in _mean_and_scale(norm)]
+        values = *found[:2], shift, *found[2:], *own
         params = [values[i] for i in order]
         return op.run(program, Arguments(inputs, states, params, (), scalars, passing), wanted)
     prologue, number = [shift], None
@@ -134,10 +134,11 @@ def shift_of(norms: Sequence[Norm], x: Tensor) -> Tensor:
     return x.new_zeros(x.shape[2], dtype=torch.float32) if shift is None else shift
 
 
-def _mean_and_scale(norm: Norm) -> tuple[Tensor, Tensor]:
-    """The affine map that a norm is with running statistics."""
+def _mean_and_scale(norm: Norm) -> tuple[()] | tuple[Tensor, Tensor]:
+    """The affine map that a norm is with running statistics, without its shift."""
     mean, variance = norm.mean, norm.variance
-    assert mean is not None and variance is not None
+    if mean is None or variance is None:
+        return ()
     scale = torch.rsqrt(variance + norm.eps)
     if torch.is_grad_enabled():  # backward may follow a call in training, which updates the mean
         mean = mean.clone()

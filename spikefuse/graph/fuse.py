@@ -30,11 +30,12 @@ def fuse(model: M, mode: str = "auto") -> M:
     """Return a network that runs as a fused graph.
 
     TorchDynamo captures the calls of the network. In its graphs, norm → neuron and norm → add →
-    neuron become one operation each, also where the norm is multiplied by a factor, layers before
-    the first neuron compute one step of an input that is the same at each step, and poolings run on
-    kernels of this library. Whatever else the network does runs as it is. A change of training
-    mode, grad mode, autocast or input shape triggers a new capture. Where a network cannot be
-    captured, it runs unfused: slower, never different.
+    neuron become one operation each, also where the norm is multiplied by a factor, or where a
+    convolution with a bias stands in place of it. Layers before the first neuron compute one step
+    of an input that is the same at each step, and poolings run on kernels of this library. Whatever
+    else the network does runs as it is. A change of training mode, grad mode, autocast or input
+    shape triggers a new capture. Where a network cannot be captured, it runs unfused: slower, never
+    different.
 
     The result is a new module with the same names. It shares parameters and buffers with `model`,
     which remains usable; training mode, hooks and other attributes are its own. State dicts load

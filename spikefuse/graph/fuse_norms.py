@@ -1,6 +1,7 @@
 """The pass that replaces batch norm → [multiply →] [add →] neuron by a block.
 
-The statistics of the batch are taken where the norm stood, so that running statistics change in
+The bias of a convolution, which cuDNN adds in a pass of its own, is a norm that only shifts. The
+statistics of the batch are taken where the norm stood, so that running statistics change in
 their original order, and the block stands where the scan stood.
 """
 
@@ -46,6 +47,7 @@ from spikefuse.scan.program import program
 # Values of an input from which a block on a CPU is not slower than separate norm and neuron,
 # measured on two cores after a convolution. Smaller inputs stay in the caches.
 MIN_VALUES = 5 << 18
+CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}
 
 
 class NotFusible(Exception):
@@ -61,12 +63,12 @@ class Summand:
         scan: the neuron.
         after: the views between the sum and the neuron.
         views: the views between the norm and `end`, last first.
-        norm: the batch norm, or what else is above the views.
+        norm: the batch norm, or the convolution with a bias, or what else is above the views.
         product: of the norm and a factor, between the views; None if there is none.
         late: how many of the views are after the product.
         factor: the other side of the product.
         path: the views from the norm to the neuron, last first, without those that are undone.
-        is_norm: whether it is a batch norm that a block can compute.
+        is_norm: whether it is a norm, or adds a bias, that a block can compute.
         obstacle: why it cannot.
     """
 
@@ -85,7 +87,7 @@ class Summand:
         self.norm, self.views = views_above(self.end)
         for side, factor in _sides_of_product(self.norm):
             norm, views = views_above(side)
-            if has_one_reader(norm) and norm.target is F.batch_norm:
+            if has_one_reader(norm) and _is_norm(norm):
                 self.product, self.factor, self.late = self.norm, factor, len(self.views)
                 self.norm, self.views = norm, [*self.views, *views]
                 break
@@ -96,6 +98,10 @@ class Summand:
     @property
     def is_norm(self) -> bool:
         return not self.obstacle
+
+    @property
+    def only_shifts(self) -> bool:
+        return _adds_bias(self.norm)
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -157,8 +163,10 @@ def fuse_norms(graph: fx.Graph, report: GraphReport) -> None:
                     report.leave(norm, str(reason))
             else:
                 for summand in match.norms:
-                    has_residual = match.read.target in ADDITIONS
-                    report.fuse(summand.norm, node, has_residual)
+                    if summand.only_shifts:
+                        report.num_biases += 1
+                    else:
+                        report.fuse(summand.norm, node, match.read.target in ADDITIONS)
                 _replace(graph, match)
     for node in graph.nodes:
         if node.target is F.batch_norm:
@@ -170,7 +178,7 @@ def _read_sums_in_place(graph: fx.Graph) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.find_nodes(op="call_method", target="add_"):
         norm, start = node.args[0], order[node]
-        if norm.target is F.batch_norm:
+        if _is_norm(norm):
             norm.replace_all_uses_with(node, lambda n, start=start: order[n] > start)
 
 
@@ -199,14 +207,14 @@ def _match(scan: ScanNode, order: dict[fx.Node, int]) -> Match:
         residual = summands[len(norms)].end
     if channel is None or (channel != 2 and (scan.states or scan.final)):
         raise NotFusible("its channels are not a dim of the neuron's input")
-    x = value(arguments_of(norms[0].norm, F.batch_norm)["input"])
+    x = value(_settings(norms[0].norm)["input"])
     if x.dtype != value(scan.inputs[0]).dtype:
         raise NotFusible("the neuron reads another dtype")
     if x.device.type == "cpu" and x.numel() < MIN_VALUES and not operations.shares_time():
         raise NotFusible(
             f"its input has {int(x.numel()):,} values: on a CPU, fusing helps from {MIN_VALUES:,}"
         )
-    reads = {storage_of(arguments_of(s.norm, F.batch_norm)["input"]) for s in norms}
+    reads = {storage_of(_settings(s.norm)["input"]) for s in norms}
     reads = {*reads, storage_of(residual), storage_of(norms[0].factor)} - {None}
     first, last = min(order[s.norm] for s in norms), order[scan.node]
     own = order[read] if read.target in IN_PLACE_ADDITIONS else -1
@@ -242,14 +250,14 @@ def _sides_of_product(node: Any) -> list[tuple[fx.Node, fx.Node]]:
 
 def _running_statistics(norm: fx.Node) -> list[Any]:
     """The running statistics that a block reads in place of a norm in evaluation."""
-    arguments = arguments_of(norm, F.batch_norm)
+    arguments = _settings(norm)
     return [] if arguments["training"] else [arguments["running_mean"], arguments["running_var"]]
 
 
 def _summands(
     add: fx.Node, scan: ScanNode, after: list[fx.Node], order: dict[fx.Node, int]
 ) -> list[Summand]:
-    """Both sides of a sum, norms first, and of these the one called last first."""
+    """Both sides of a sum, norms first, biases next, and of two the one called last first."""
     sides: Any = add.args
     values = [value(x) for x in sides]
     if len(sides) != 2 or add.kwargs not in ({}, {"alpha": 1}) or sides[0] is sides[1]:
@@ -264,7 +272,9 @@ def _summands(
             s.obstacle = "its result is also read by something else"
     if add.target in IN_PLACE_ADDITIONS and not summands[0].is_norm:
         raise NotFusible("the sum changes another tensor in place")
-    return sorted(summands, key=lambda s: (s.is_norm, order[s.norm]), reverse=True)
+    return sorted(
+        summands, key=lambda s: (s.is_norm, not s.only_shifts, order[s.norm]), reverse=True
+    )
 
 
 def _check_sum_is_returnable(
@@ -289,18 +299,41 @@ def _can_share_block(norms: list[Summand]) -> bool:
     """Whether one block can compute both norms."""
     if any(synchronized(s.norm) or s.product is not None for s in norms):
         return False
-    first, second = (arguments_of(s.norm, F.batch_norm) for s in norms)
+    if any(s.only_shifts for s in norms):
+        return all(s.only_shifts for s in norms)
+    first, second = (_settings(s.norm) for s in norms)
     weights = value(first["weight"]), value(second["weight"])
     if first["training"] != second["training"] or None in weights:
         return False
     return bool(weights[0].dtype == weights[1].dtype)
 
 
+def _is_norm(node: Any) -> bool:
+    return isinstance(node, fx.Node) and (node.target is F.batch_norm or _adds_bias(node))
+
+
+def _adds_bias(node: Any) -> bool:
+    """Whether a node is a convolution of `[N, C, ...]` with a bias."""
+    if not (isinstance(node, fx.Node) and node.target in CONVOLUTIONS) or node.kwargs:
+        return False
+    is_batch = value(node).ndim == value(node.args[1]).ndim
+    return is_batch and len(node.args) > 2 and node.args[2] is not None
+
+
+def _settings(norm: fx.Node) -> dict[str, Any]:
+    """The arguments of a batch norm, or of one in place of the bias of a convolution."""
+    if not _adds_bias(norm):
+        return arguments_of(norm, F.batch_norm)
+    names = "input", "running_mean", "running_var", "weight", "bias"
+    given = dict.fromkeys(names) | {"input": norm, "bias": norm.args[2]}
+    return given | {"training": False, "momentum": 0.0, "eps": 0.0}
+
+
 def _obstacle(node: fx.Node) -> str:
     """Why a block cannot compute a node that a neuron or a sum reads; "" if it can."""
-    if not isinstance(node, fx.Node) or node.target is not F.batch_norm:
+    if not _is_norm(node):
         return "another operation is between it and the neuron"
-    arguments = arguments_of(node, F.batch_norm)
+    arguments = _settings(node)
     names = "input", "weight", "bias", "running_mean", "running_var"
     x, *others = tensors = [value(arguments[name]) for name in names]
     settings = arguments["training"], arguments["momentum"], arguments["eps"]
@@ -338,14 +371,16 @@ def _reader_of(node: fx.Node) -> str:
 
 def _replace(graph: fx.Graph, match: Match) -> None:
     """Replace the nodes of a match by statistics and a block."""
-    scan, settings = match.scan, [arguments_of(s.norm, F.batch_norm) for s in match.norms]
+    scan, settings = match.scan, [_settings(s.norm) for s in match.norms]
+    only_shifts = match.norms[0].only_shifts
     training = settings[0]["training"]
     kind = Kind(
         has_residual=len(match.norms) > 1 or match.residual is not None,
         by_batch=training,
-        normalizes_residual=len(match.norms) > 1,
+        normalizes_residual=len(match.norms) > 1 and not only_shifts,
         returns_sum=match.returns_sum,
         has_factor=match.norms[0].factor is not None,
+        only_shifts=only_shifts,
     )
     alone, norms = program(scan.program), list[Any]()
     made = prepare_block(alone.definition, alone.backend, kind)
@@ -367,6 +402,10 @@ def _replace(graph: fx.Graph, match: Match) -> None:
             statistics: Any = batch
             norms.append(Norm(a["weight"], a["bias"], a["eps"], statistics))
         else:
+            if only_shifts:
+                with graph.inserting_before(summand.norm):
+                    a["input"] = graph.node_copy(summand.norm)
+                a["input"].update_arg(2, None)
             known = {"mean": a["running_mean"], "variance": a["running_var"]}
             norms.append(Norm(a["weight"], a["bias"], a["eps"], **known))
     with graph.inserting_before(scan.node):

@@ -38,6 +38,7 @@ class GraphReport:
     Attributes:
         prefix: of the names of modules.
         places: one for each call of a batch norm, in the order of the graphs.
+        num_biases: of convolutions that were fused with a neuron.
         graphs: the number of graphs; more than one if Python code broke the capture.
         notes: what else a user should know, such as why the capture failed.
         net: the network that is running.
@@ -46,13 +47,14 @@ class GraphReport:
 
     prefix: str = ""
     places: list[Place] = field(default_factory=list)
+    num_biases: int = 0
     graphs: int = 0
     notes: list[str] = field(default_factory=list)
     net: nn.Module | None = field(default=None, repr=False, compare=False)
     has_run: bool = field(default=False, repr=False, compare=False)
 
     def clear(self) -> None:
-        self.places, self.graphs, self.notes = [], 0, []
+        self.places, self.num_biases, self.graphs, self.notes = [], 0, 0, []
 
     def name_of(self, node: fx.Node) -> str:
         """The qualified name of the module to whose code a node belongs."""
@@ -118,6 +120,8 @@ class Fusion:
             return "not captured yet: the first call does it"
         count = f"{len(self.fused)} of {len(self.places)}"
         text = f"{count} batch norms fused with the neuron after them"
+        if biases := sum(report.num_biases for report in self.reports):
+            text += f", and {biases} biases of convolutions"
         if graphs > len(self.reports):
             text += f", in {graphs} graphs"
         return "; ".join([text, *notes])

@@ -26,6 +26,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.function = forward
         self.first, self.bn, self.other = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+        self.conv, self.conv2 = (nn.Conv1d(6, 6, 3, padding=1) for _ in range(2))
         self.lif, self.lif2, self.same = lif(), sf.LIF(0.5, 0.2), nn.Identity()
         self.scale = nn.Parameter(torch.rand(6))
         self.full = nn.Parameter(torch.rand(12, 6))

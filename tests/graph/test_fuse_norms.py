@@ -97,6 +97,55 @@ def test_a_norm_without_a_weight_is_a_plain_residual() -> None:
     assert fused.fusion.fused == (Place("net.other", "net.lif", True),)
 
 
+def bias_read_in_place(n: Net, x: Tensor) -> Tensor:
+    y = n.conv(x)
+    y += x
+    return n.lif(y)
+
+
+# Networks of `[T, B, 6, 5]`, how many biases of convolutions are fused, and how many norms.
+BIASES = {
+    "plain": (lambda n, x: n.lif(n.conv(x)), 1, 0),
+    "residual": (lambda n, x: n.lif(x + n.conv(x)), 1, 0),
+    "in place": (bias_read_in_place, 1, 0),
+    "two convolutions": (lambda n, x: n.lif(n.conv(x) + n.conv2(x)), 2, 0),
+    "beside a norm": (lambda n, x: n.lif(n.bn(x) + n.conv(x)), 0, 1),
+    "before a norm": (lambda n, x: n.lif(n.bn(n.conv(x))), 0, 1),
+    "scaled": (lambda n, x: n.lif(n.steps(n.conv(x))), 1, 0),
+    "scaled and another": (lambda n, x: n.lif(n.conv2(x) + n.steps(n.conv(x))), 1, 0),
+    "sum read again": (lambda n, x: n.lif(y := n.conv(x) + x) + y.sigmoid(), 1, 0),
+    "read again": (lambda n, x: n.lif(y := n.conv(x)) + y.sigmoid(), 0, 0),
+    "changed": (lambda n, x: n.lif(n.conv(x).relu_()), 0, 0),
+    "without a batch": (lambda n, x: n.lif(n.conv(x[:, :, 0].T).T), 0, 0),
+    "other dims": (lambda n, x: n.lif(n.conv(x).transpose(1, 2)), 1, 0),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_biases_of_convolutions(name: str) -> None:
+    forward, biases, norms = BIASES[name]
+    fused = compare(sf.Temporal(Net(forward)), torch.randn(4, 3, 6, 5))
+    found = sum(r.num_biases for r in fused.fusion.reports), len(fused.fusion.fused)
+    assert found == (biases, norms)
+
+
+def test_bias_in_bfloat16() -> None:
+    """Sums of quarters are exact, so that no rounding differs."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), sf.LIF(0.5, 0.3))
+    x = torch.randint(2, (4, 2, 3, 6, 6)).bfloat16()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randint(-1, 2, parameter.shape) / 4)
+    plain = sf.Temporal(net.bfloat16())
+    fused = sf.fuse(copy.deepcopy(plain))
+    for m in (plain, fused):
+        m(x).sum().backward()
+    assert torch.equal(fused(x), plain(x))
+    for actual, expected in zip(fused.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=0.02, atol=0.02)
+    assert sum(r.num_biases for r in fused.fusion.reports) == 1
+
+
 def no_grad_stem(n: Net, x: Tensor) -> Tensor:
     with torch.no_grad():
         y = n.bn(n.first(x))
