@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import reprlib
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import field, fields
 from types import UnionType
@@ -106,8 +106,8 @@ def _check(name: str, value: Any, kind: type, allowed: Any) -> None:
         noun, types = ("whole number", int) if kind is int else ("number", int | float)
         text, accepts = allowed
         found = f"{name} is {_shown(value)}: expected"
-        finite = kind is int or (isinstance(value, types) and _finite(value))
-        if not isinstance(value, types) or isinstance(value, bool) or not finite:
+        is_number = isinstance(value, types) and not isinstance(value, bool)
+        if not is_number or (kind is float and not abs(value) <= sys.float_info.max):
             raise ConfigError(f"{found} a {noun}")
         if kind is float and not (value == 0 or SMALLEST <= abs(value) <= LARGEST):
             raise ConfigError(f"{found} a number from {SMALLEST:g} to {LARGEST:g}, or 0")
@@ -115,10 +115,3 @@ def _check(name: str, value: Any, kind: type, allowed: Any) -> None:
             raise ConfigError(f"{found} {text.format(noun)}")
         if kind is int and value >= COUNT_LIMIT and name != "seed":
             raise ConfigError(f"{found} a {noun} below {COUNT_LIMIT}")
-
-
-def _finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number above any float
-        return False
