@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spikefuse.data import cifar, dvs_gesture, heidelberg, ncaltech101, speech_commands
+from spikefuse.data import cifar, dvs_gesture, heidelberg, nmnist, speech_commands
 from spikefuse.data.cifar import load_cifar10, load_cifar100, load_cifar100_coarse
 from spikefuse.data.cifar10_dvs import find_cifar10_dvs, read_cifar10_dvs
 from spikefuse.data.dataset import Dataset, Reader
@@ -29,8 +29,7 @@ from spikefuse.data.frames import Frames, Slicing, to_frames
 from spikefuse.data.heidelberg import SHD_CLASSES, SSC_CLASSES
 from spikefuse.data.images import Examples
 from spikefuse.data.mnist import load_fashion_mnist, load_mnist
-from spikefuse.data.ncaltech101 import find_ncaltech101, read_ncaltech101
-from spikefuse.data.nmnist import find_nmnist, read_nmnist
+from spikefuse.data.nmnist import find_ncaltech101, find_nmnist, read_ncaltech101, read_nmnist
 from spikefuse.data.recording_folder import FILES, event_folder
 from spikefuse.data.recordings import RecordingSet
 from spikefuse.data.sound import read_wav
@@ -106,11 +105,11 @@ DATASETS: dict[str, Dataset] = {
     "imagenet": _described(imagenet, (3, 224, 224), 1000, size=224, grey=False, margin=MARGIN),
     "tiny_imagenet": _described(tiny_imagenet, (3, 64, 64), 200, size=64, grey=False, margin=1.0),
     "folder": _described(image_folder, (3, 64, 64), size=64, grey=False, margin=1.0, seed=0),
-    "nmnist": _events("nmnist", find_nmnist, (2, 34, 34), DIGITS, SACCADES),
+    "nmnist": _events("nmnist", find_nmnist, nmnist.SIZE, DIGITS, SACCADES),
     "dvs_gesture": _events("dvs_gesture", find_dvs_gesture, CAMERA, dvs_gesture.CLASSES, GESTURES),
     "cifar10_dvs": _events("cifar10_dvs", find_cifar10_dvs, CAMERA, cifar.CLASSES, SCREEN),
     "ncaltech101": _events(
-        "ncaltech101", find_ncaltech101, ncaltech101.SIZE, ncaltech101.CLASSES, OBJECTS
+        "ncaltech101", find_ncaltech101, nmnist.CALTECH_SIZE, nmnist.CALTECH_CLASSES, OBJECTS
     ),
     "events": replace(
         _described(event_folder, CAMERA, **vars(Slicing()), sensor=None, size=None, seed=0),
