@@ -2,7 +2,8 @@
 
     python -m benchmarks            on a GPU: neurons, recurrent layers, delays, blocks, networks,
                                     online learning;
-                                    anywhere: events, first call, methods, whole steps on a CPU
+                                    anywhere: events, first call, methods, latency, whole steps on a
+                                    CPU
     python -m benchmarks --gpus     on several GPUs: data-parallel steps, time and neuron sharding
 
 Each runs in its own process, and the others still run if one fails. Training runs (`reproduce`,
@@ -22,7 +23,8 @@ from benchmarks.runner import plain_parser
 ON_GPU = ("neurons steps", "neurons", "neurons block", "recurrent", "delays", "networks",
           "online time", "online memory")  # fmt: skip
 TABLES = tuple(f"tables --page {page}" for page in record.PAGES)
-ANYWHERE = ("events", "neurons first_call", "cpu", "plasticity", "methods", *TABLES)
+ANYWHERE = ("events", "neurons first_call", "cpu", "plasticity", "methods", "latency",
+            *TABLES)  # fmt: skip
 WORKLOADS = ("resnet18-mnist", "alexnet-imagenet", "resnet34-imagenet")
 
 

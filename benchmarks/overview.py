@@ -32,6 +32,8 @@ GROUPS = (
     Group("neurons", "{neuron}, {N:,} neurons, T = {T}", (JELLY, jelly.FLEXSN), kind="device_ms"),
     Group("networks", "{workload}, T = {T}, {steps}", (JELLY,)),
     Group("networks", "{workload}, T = {T}, {steps}, against ReLUs", (networks.RELU,)),
+    Group("latency", "{workload}, {steps}", (JELLY, "snnTorch")),
+    Group("latency", "{workload}, {steps}, against ReLUs", (networks.RELU,)),
     Group("convert", "{network}, {steps}", (convert.ORIGINAL,), convert.CONVERTED),
     Group("recurrent", "{N:,} recurrent neurons, T = {T}", (LOOP, recurrent.RLEAKY)),
     Group("recurrent", "{N:,} recurrent neurons, T = {T}, without spikes", (recurrent.RNN,)),

@@ -15,6 +15,7 @@ from benchmarks.jelly import FLEXSN
 from benchmarks.layers import OURS
 from benchmarks.neurons import RECOMPUTED, RIVAL, SEPARATE
 from benchmarks.runner import GRAPH, WAYS
+from benchmarks.steps import STEPS
 
 Result = dict[str, Any]
 Results = list[tuple[Path, Result]]
@@ -29,8 +30,8 @@ FIRST_CALLS = {"own": "user-defined neuron, first", "LIF": "LIF, second"}
 NAMES = {"torch": "PyTorch", "triton": "Triton", "numba": "Numba", "spikingjelly": "SpikingJelly",
          "snntorch": "snnTorch", "norse": "Norse", "spyx": "Spyx"}  # fmt: skip
 # Libraries that are named beside torch, the backend and SpikingJelly.
-ALSO = {"cpu": ["snntorch"], "spoken_digits": ["snntorch"], "first_call": ["numba"],
-        "open_neuromorphic": ["snntorch", "norse", "spyx"]}  # fmt: skip
+ALSO = {"cpu": ["snntorch"], "latency": ["snntorch"], "spoken_digits": ["snntorch"],
+        "first_call": ["numba"], "open_neuromorphic": ["snntorch", "norse", "spyx"]}  # fmt: skip
 
 
 def origin(result: Result) -> str:
@@ -322,7 +323,8 @@ def networks(result: Result) -> Parts:
     """Yield a line for each network of a row: its times by way, and its memory in training."""
     for kind, rows in grouped(result["rows"], "steps").items():
         ways = list(dict.fromkeys(c["way"] for c in flat(rows)))
-        yield f"A whole {kind} step, wall-clock milliseconds:"
+        what = f"A whole {kind} step" if kind in STEPS else kind.capitalize()
+        yield f"{what}, wall-clock milliseconds:"
         lines = [
             {"workload": f"{row['workload']}, {row['dtype']}", "network": name}
             | {c["way"]: value(c, "wall_ms") for c in found}

@@ -111,6 +111,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     ),
     "neurons": ("neurons*", each(sections.neurons), BENCH),
     "networks": ("networks*", each(sections.networks), BENCH),
+    "latency": ("latency", each(sections.networks), BENCH),
     "recorded-steps": ("networks", each(sections.recorded_steps), BENCH),
     "convert": ("convert*", each(sections.converted), SCRIPT.format("convert")),
     "block": ("block", each(sections.block), BENCH),

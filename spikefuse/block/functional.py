@@ -48,6 +48,7 @@ class Norm(NamedTuple):
     Attributes:
         statistics: of the batch.
         mean, variance: the running statistics, in evaluation; None if the norm only shifts.
+        scale: `weight / sqrt(variance + eps)`, if it is known.
     """
 
     weight: Tensor | None
@@ -56,6 +57,7 @@ class Norm(NamedTuple):
     statistics: Statistics | None = None
     mean: Tensor | None = None
     variance: Tensor | None = None
+    scale: Tensor | None = None
 
 
 def norm_statistics(
@@ -139,9 +141,11 @@ def _mean_and_scale(norm: Norm) -> tuple[()] | tuple[Tensor, Tensor]:
     mean, variance = norm.mean, norm.variance
     if mean is None or variance is None:
         return ()
-    scale = torch.rsqrt(variance + norm.eps)
     if torch.is_grad_enabled():  # backward may follow a call in training, which updates the mean
         mean = mean.clone()
+    if norm.scale is not None:
+        return mean, norm.scale
+    scale = torch.rsqrt(variance + norm.eps)
     return mean, scale if norm.weight is None else scale * norm.weight
 
 

@@ -18,6 +18,7 @@ from spikefuse.graph.nodes import mark_synchronized, synchronized
 from spikefuse.graph.operations import ScanNode
 from spikefuse.graph.recorded import buffers_of, recorded
 from spikefuse.graph.report import GraphReport
+from spikefuse.graph.scales import compute_scales_together
 
 Graph = Callable[..., Any]
 
@@ -91,6 +92,7 @@ def apply_passes(gm: fx.GraphModule, report: GraphReport) -> None:
             graph.erase_node(node)  # reads of a tensor's attributes, which Dynamo has guarded
     compute_steps_once(graph)
     fuse_norms(graph, report)
+    compute_scales_together(graph)
     for node in graph.nodes:
         _call_directly(node)
     use_channels_last(graph)

@@ -127,6 +127,12 @@ def norm_statistics(
     return functional.norm_statistics(x, weight, eps, running, backend, collectives)
 
 
+def scales(variances: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Sequence[Tensor]:
+    """The scale of each of several norms with running statistics."""
+    inverse = torch.rsqrt(torch.cat([*variances]) + eps)
+    return (inverse * torch.cat([*weights])).split([len(x) for x in variances])
+
+
 def run_block(
     name: str,
     arguments: Arguments[Tensor],

@@ -32,6 +32,7 @@ SCRIPTS = (
     "plasticity",
     "neurons block --layout channels-last --shapes T=4",
     "networks --dtype bfloat16 --name networks_trial --T 3",
+    "latency --dtype bfloat16",
     "events",
     "spoken_digits --names spikefuse 'spikefuse, delays' --dtype bfloat16",
     "sequential --names 'binary S4D' 'masked PSN'",
