@@ -179,7 +179,9 @@ class Run:
         self.testing = testing
         self.rows: list[Record] = []  # one per epoch
         self.profile: Record = {}  # after the last one
-        self.batches = TrainBatches(training, args.batch, seed, self.steps_done, self.device)
+        self.batches = TrainBatches(
+            training, args.batch, self.device, seed=seed, steps_done=self.steps_done
+        )
         reseed(seed, Purpose.WEIGHTS)
         self.net = self.make_network()
         self.optimizer = self.make_optimizer()

@@ -44,6 +44,11 @@ CUT_OFF = """({
     }).map(table => table.innerText.slice(0, 60)),
 })"""
 
+FILTER = """(() => {
+    document.body.dataset.mdColorScheme = SCHEME
+    return getComputedStyle(document.querySelector(".md-content img")).filter
+})()"""
+
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
@@ -73,3 +78,11 @@ def test_no_table_is_cut_off(browser: Browser) -> None:
         for width in (1280, 390):
             browser.open(SITE / f"{page}.html", width)
             assert browser.run(CUT_OFF) == {"page": False, "tables": []}, (page, width)
+
+
+def test_figures_follow_the_mode(browser: Browser) -> None:
+    """Black on white in light mode, inverted in dark mode."""
+    browser.open(SITE / "gallery.html", 1280)
+    for scheme, inverted in (("default", False), ("slate", True)):
+        found = browser.run(FILTER.replace("SCHEME", json.dumps(scheme)))
+        assert ("invert" in found) == inverted, scheme

@@ -66,7 +66,7 @@ def _described(name: str, text: str, texts: dict[str, str]) -> str:
 
 
 def _describe_settings(cls: griffe.Class) -> None:
-    """Add entries for the fields of a dataclass, `name: type = number(default, help, ...)`.
+    """Add entries for the fields of a dataclass, `name: type = option(default, help, ...)`.
 
     A field without a description is not an option of the user.
     """
@@ -77,11 +77,11 @@ def _describe_settings(cls: griffe.Class) -> None:
             named = dict(a.split("=", 1) for a in arguments if re.match(r"\w+=", a))
             default, text, *others = [a for a in arguments if not re.match(r"\w+=", a)]
             text = ast.literal_eval(text).removesuffix(", or one of")
-            if str(field.value.function) == "choice" and others[0] in cls.module.attributes:
+            if others and others[0] in cls.module.attributes:
                 with contextlib.suppress(ValueError):
                     choices = ast.literal_eval(str(cls.module.attributes[others[0]].value))
                     text += f"; one of {', '.join(choices)}"
-            shown = named.get("shown", "".join(o for o in others if o[0] in "'\""))
+            shown = "".join(o for o in (*others, named.get("shown", "")) if o[:1] in ("'", '"'))
             if default == "None" and shown:
                 text += f"; by default {ast.literal_eval(shown)}"
             lines.append(f"    {field.name}: {text}.")

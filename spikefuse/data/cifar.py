@@ -68,42 +68,30 @@ ARCHIVE_BYTES = 80_000 * IMAGE_BYTES  # 60000 images, the names of the classes, 
 
 
 @dataclass(frozen=True)
-class CifarFiles:
+class CifarFiles(DownloadSource):
     """How a dataset is published.
 
     Args:
-        name: of the dataset, and of its folder.
-        archive: of the binary batches; that of the pickled ones has "python" for "binary".
-        sha256: of the archive.
+        name, url, sha256: of the archive of binary batches; that of the pickled ones has "python"
+            for "binary" in its name.
         folders: of the batches in the two archives, binary and pickled.
-        train, test: names of the batches.
+        batches: names of those for training, of 50,000 images together, and of that for the test.
         labels: number of classes of each label of an image, by its name in a pickled batch, in the
             order of the bytes of a binary one.
-        batch_bytes: most bytes of a batch.
     """
 
-    name: str
-    archive: str
-    sha256: str
     folders: tuple[str, str]
-    train: tuple[str, ...]
-    test: str
+    batches: tuple[str, ...]
     labels: Mapping[str, int]
-    batch_bytes: int
 
     @property
-    def source(self) -> DownloadSource:
-        return DownloadSource(self.name, URL, {self.archive: self.sha256})
+    def archive(self) -> str:
+        return next(iter(self.sha256))
 
     @property
-    def batches(self) -> tuple[str, ...]:
-        return *self.train, self.test
-
-    @property
-    def forms(self) -> tuple[tuple[str, str], ...]:
-        """Folder inside the archive and ending of the files of each published form."""
-        binary, pickled = self.folders
-        return (binary, ".bin"), (binary, ".bin.gz"), (pickled, "")
+    def batch_bytes(self) -> int:
+        """Most bytes of a batch."""
+        return 50_000 // (len(self.batches) - 1) * IMAGE_BYTES
 
     @property
     def title(self) -> str:
@@ -111,24 +99,20 @@ class CifarFiles:
 
 
 CIFAR10 = CifarFiles(
-    name="cifar10",
-    archive="cifar-10-binary.tar.gz",
-    sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+    "cifar10",
+    URL,
+    {"cifar-10-binary.tar.gz": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"},
     folders=("cifar-10-batches-bin", "cifar-10-batches-py"),
-    train=tuple(f"data_batch_{i}" for i in range(1, 6)),
-    test="test_batch",
+    batches=(*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"),
     labels={"labels": 10},
-    batch_bytes=10_000 * IMAGE_BYTES,
 )
 CIFAR100 = CifarFiles(
-    name="cifar100",
-    archive="cifar-100-binary.tar.gz",
-    sha256="58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",
+    "cifar100",
+    URL,
+    {"cifar-100-binary.tar.gz": "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"},
     folders=("cifar-100-binary", "cifar-100-python"),
-    train=("train",),
-    test="test",
+    batches=("train", "test"),
     labels={"coarse_labels": 20, "fine_labels": 100},
-    batch_bytes=50_000 * IMAGE_BYTES,
 )
 
 # File (for messages) and content of each batch, by name.
@@ -160,12 +144,12 @@ def load_cifar(
         names = (files.archive, files.archive.replace("binary", "python"))
         archives = (folder / name for name in names for folder in folders)
         archive = next((path for path in archives if path.is_file()), None)
-        archive = archive or locate(files.source, directory, download)[files.archive]
+        archive = archive or locate(files, directory, download)[files.archive]
         batches = _read_archive(files, archive)
-    images = {name: _parse(files, label, *batch) for name, batch in batches.items()}
-    pixels = torch.cat([images[name].pixels for name in files.train])
-    labels = torch.cat([images[name].labels for name in files.train])
-    return Images(pixels, labels), images[files.test]
+    *training, test = (_parse(files, label, *batches[name]) for name in files.batches)
+    pixels = torch.cat([images.pixels for images in training])
+    labels = torch.cat([images.labels for images in training])
+    return Images(pixels, labels), test
 
 
 load_cifar10 = partial(load_cifar, CIFAR10, "labels")
@@ -175,7 +159,8 @@ load_cifar100_coarse = partial(load_cifar, CIFAR100, "coarse_labels")
 
 def _find_batches(files: CifarFiles, folders: tuple[Path, Path]) -> Batches | None:
     limit = files.batch_bytes
-    for inner, ending in files.forms:
+    binary, pickled = files.folders
+    for inner, ending in ((binary, ".bin"), (binary, ".bin.gz"), (pickled, "")):
         for folder in (base / sub for base in folders for sub in ("", inner)):
             paths = {name: folder / f"{name}{ending}" for name in files.batches}
             missing = [path.name for path in paths.values() if not path.is_file()]

@@ -33,12 +33,12 @@ def find_cifar10_dvs(directory: Path) -> tuple[RecordingSet, RecordingSet]:
     """
     folder = find_folder("cifar10_dvs", CLASSES, directory, PAGE)
     how = f"get the zip file of the class from {PAGE} and unpack it there"
-    pairs = zip(*class_files(folder, CLASSES, {".aedat"}, how), strict=True)
-    files, labels = zip(*sorted(pairs, key=lambda pair: (pair[1], _number(pair[0]))), strict=True)
-    is_test = np.array([_number(file) < NUM_TEST for file in files])
+    files = class_files(folder, CLASSES, {".aedat"}, how)
+    numbers = np.array([_number(path) for path in files.paths])
+    order = np.lexsort((numbers, files.labels))
     train, test = (
-        RecordingSet.of_files(SIZE, files, labels, chosen, read_cifar10_dvs)
-        for chosen in (~is_test, is_test)
+        RecordingSet.of_files(SIZE, files.rows(chosen), read_cifar10_dvs)
+        for chosen in (order[numbers[order] >= NUM_TEST], order[numbers[order] < NUM_TEST])
     )
     for label, name in enumerate(CLASSES):
         counts = [np.count_nonzero(part.labels == label) for part in (train, test)]

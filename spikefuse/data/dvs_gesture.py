@@ -13,13 +13,7 @@ import numpy as np
 
 from spikefuse.data.aedat import read_aedat3
 from spikefuse.data.files import DataError, damaged, find_folder
-from spikefuse.data.recordings import (
-    TIME_LIMIT,
-    Recording,
-    RecordingSet,
-    check_sites,
-    make_recording,
-)
+from spikefuse.data.recordings import TIME_LIMIT, Recording, RecordingSet, make_recording
 
 PAGE = "https://research.ibm.com/interactive/dvsgesture/"
 SIZE = (2, 128, 128)
@@ -41,10 +35,7 @@ def find_dvs_gesture(directory: Path) -> tuple[RecordingSet, RecordingSet]:
     Raises:
         DataError: a file is missing or damaged.
     """
-    try:
-        folder = find_folder("dvs_gesture", LISTS, directory, PAGE)
-    except DataError:  # DvsGesture is the folder in the published archive
-        folder = find_folder("dvs_gesture/DvsGesture", LISTS, directory, PAGE)
+    folder = find_folder("dvs_gesture", LISTS, directory, PAGE, "DvsGesture")
     return _recordings(folder, LISTS[0]), _recordings(folder, LISTS[1])
 
 
@@ -101,12 +92,11 @@ def _gestures(path: Path) -> np.ndarray:
 
 def _read(paths: list[Path], gestures: list[np.ndarray]) -> Iterator[Recording]:
     for path, rows in zip(paths, gestures, strict=True):
-        x, y, p, t = read_aedat3(path)
-        check_sites((x, y, p, t), SIZE, path)
+        whole = make_recording(read_aedat3(path), SIZE, path)
         for label, start, end in rows:
-            # A mask, not bisection: the clock of a trial may step back.
-            k = (t >= start) & (t < end)
-            if not k.any():
+            first, last = np.searchsorted(whole.t, (start, end))
+            if first == last:
                 gesture = f"the gesture {CLASSES[label]!r} from {start} to {end} microseconds"
                 raise damaged(path, f"it has no event of {gesture}")
-            yield make_recording((x[k], y[k], p[k], t[k] - start), SIZE, path)
+            k = slice(first, last)
+            yield Recording(whole.x[k], whole.y[k], whole.p[k], whole.t[k] - start, SIZE)

@@ -156,10 +156,26 @@ def _missing(name: str, what: str, directory: Path, how: str) -> DataError:
     )
 
 
-def class_files(
-    folder: Path, classes: Sequence[str], endings: Collection[str], how: str
-) -> tuple[tuple[Path, ...], list[int]]:
-    """List the files below the subfolder of each class, by class and name, and their labels.
+@dataclass(frozen=True)
+class Files:
+    """Labelled files.
+
+    Args:
+        paths: one per example.
+        labels: int64 `[N]`.
+    """
+
+    paths: tuple[Path, ...]
+    labels: np.ndarray
+
+    def rows(self, chosen: np.ndarray) -> Files:
+        """Return the files for which `chosen`, bool `[N]`, is True, or at these positions."""
+        numbers = np.arange(len(self.paths))[chosen]
+        return Files(tuple(self.paths[i] for i in numbers), self.labels[numbers])
+
+
+def class_files(folder: Path, classes: Sequence[str], endings: Collection[str], how: str) -> Files:
+    """List the files below the subfolder of each class, by class and name.
 
     Args:
         folder: contains one subfolder per class.
@@ -178,7 +194,7 @@ def class_files(
             raise DataError(f"no {' or '.join(sorted(endings))} file in {folder / name}: {how}")
         files += own
         labels += [label] * len(own)
-    return tuple(files), labels
+    return Files(tuple(files), np.array(labels))
 
 
 def files_below(folder: Path, endings: Collection[str]) -> list[Path]:

@@ -10,6 +10,7 @@ import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,36 +137,24 @@ def image_folder(
     return Dataset(shape, classes, read, transform=options)
 
 
-def imagenet(directory: Path, **options: Any) -> Dataset:
-    """Describe ImageNet, or a dataset with its layout, as `image_folder` does.
+def published(name: str, page: str, unpacked: str, directory: Path, **options: Any) -> Dataset:
+    """Describe a dataset with folders `train` and `val`, as `image_folder` does.
+
+    Tiny-ImageNet, whose test images have no labels, has those for validation in `val/images` with
+    their classes in `val/val_annotations.txt`.
 
     Args:
-        directory: contains `train` and `val`, each with one folder per class, or a folder imagenet
-            with both.
+        name, page, unpacked: as for `find_folder`.
+        directory: contains `train` and `val`, or a folder `name` or `unpacked` with both.
 
     Raises:
-        DataError: a folder is missing, or as for `image_folder`.
+        DataError: a folder is missing, the annotations are damaged, or as for `image_folder`.
     """
-    return image_folder(find_folder("imagenet", ("train", "val"), directory, PAGE), **options)
+    return image_folder(find_folder(name, ("train", "val"), directory, page, unpacked), **options)
 
 
-def tiny_imagenet(directory: Path, **options: Any) -> Dataset:
-    """Describe Tiny-ImageNet, whose test images have no labels.
-
-    The images of a class are below `train/<class>`, and those for validation in `val/images` with
-    their classes in `val/val_annotations.txt`, or as in `imagenet`.
-
-    Args:
-        directory: contains `train` and `val`, or a folder tiny_imagenet or tiny-imagenet-200 with
-            both.
-
-    Raises:
-        DataError: as for `imagenet`, or the annotations are damaged.
-    """
-    folder = find_folder(
-        "tiny_imagenet", ("train", "val"), directory, TINY_PAGE, "tiny-imagenet-200"
-    )
-    return image_folder(folder, **options)
+imagenet = partial(published, "imagenet", PAGE, "")
+tiny_imagenet = partial(published, "tiny_imagenet", TINY_PAGE, "tiny-imagenet-200")
 
 
 def read_image(path: Path, size: int, channels: int = 3, margin: float = MARGIN) -> np.ndarray:

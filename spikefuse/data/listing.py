@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from spikefuse.data.files import DataError, class_files, damaged, read_bytes
+from spikefuse.data.files import DataError, Files, class_files, damaged, read_bytes
 from spikefuse.data.images import draw
 
 # Names of the folders of each part; a dataset without them is split.
@@ -19,24 +18,6 @@ TEST_FRACTION = 0.2
 # Tables of labels with their delimiter, and the folder of their files; and the most bytes of one.
 TABLES = (("labels.csv", ",", ""), ("val_annotations.txt", "\t", "images"))
 TABLE_BYTES = 1 << 28
-
-
-@dataclass(frozen=True)
-class Files:
-    """Labelled files.
-
-    Args:
-        paths: one per example.
-        labels: int64 `[N]`.
-    """
-
-    paths: tuple[Path, ...]
-    labels: np.ndarray
-
-    def rows(self, chosen: np.ndarray) -> Files:
-        """Return the files for which `chosen`, bool `[N]`, is True."""
-        numbers = np.flatnonzero(chosen)
-        return Files(tuple(self.paths[i] for i in numbers), self.labels[numbers])
 
 
 def list_files(
@@ -105,8 +86,7 @@ def _list(
             f"{folder} has no folder per class: move its files into folders named after their "
             "class, or list them in labels.csv, with the columns file and label"
         )
-    files, labels = class_files(folder, classes, endings, "add one, or remove the folder")
-    return classes, Files(files, np.array(labels))
+    return classes, class_files(folder, classes, endings, "add one, or remove the folder")
 
 
 def _subfolders(folder: Path) -> list[str]:

@@ -15,14 +15,13 @@ from spikefuse.data.files import DataError
 from spikefuse.data.frames import Frames, Slicing
 from spikefuse.data.listing import list_files
 from spikefuse.data.recordings import Recording, RecordingSet
-from spikefuse.data.store import load_frames
+from spikefuse.data.store import load_parts
 
 # Endings and reader of single files.
 FILES: tuple[tuple[str, ...], Reader] = (
     tuple(sorted(ENDINGS)),
     lambda path, sensor, size, **_: iter([read_events(path, sensor, size)]),
 )
-PARTS = {2: ("train", "test"), 3: ("train", "valid", "test")}
 
 
 def event_folder(
@@ -83,13 +82,11 @@ def event_folder(
     def read(
         directory: Path, download: bool, sensor: str | None, size: int | None, **slicing: Any
     ) -> tuple[Frames, ...]:
-        names = (f"events-{sensor or 'sensor'}-{part}" for part in PARTS[len(parts)])
-        sets = (
+        sets = [
             RecordingSet(shape, part.labels, part.paths, partial(read_all, part.paths))
             for part in parts
-        )
-        frames = Slicing(**slicing)
-        return tuple(load_frames(name, s, frames) for name, s in zip(names, sets, strict=True))
+        ]
+        return load_parts(f"events-{sensor or 'sensor'}", sets, Slicing(**slicing))
 
     options = {**vars(chosen), "sensor": sensor, "size": size}
     return Dataset(shape, classes, read, "events", options, FILES)

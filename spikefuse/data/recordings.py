@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spikefuse.data.files import DataError, damaged, free_memory
+from spikefuse.data.files import DataError, Files, damaged, free_memory
 from spikefuse.data.sound import Sound
 
 if TYPE_CHECKING:
@@ -120,21 +119,11 @@ def check_memory(path: Path, num_events: int = 0, free: int | None = None) -> No
         )
 
 
-def check_sites(columns: Columns, size: tuple[int, ...], path: Path) -> None:
-    """Check the coordinates of the events of a file against the sensor.
-
-    Raises:
-        DataError: an event of `path` lies outside the sensor.
-    """
-    for problem in _problems(columns[:3], size):
-        raise damaged(path, problem)
-
-
-def _problems(columns: Sequence[np.ndarray], size: tuple[int, ...]) -> Iterator[str]:
+def _problems(columns: Columns, size: tuple[int, ...]) -> Iterator[str]:
     """Yield what is wrong with the values of x, y, p and t."""
     polarities, height, width = size if len(size) == 3 else (1, 1, size[0])
     limits = (width, height, polarities, TIME_LIMIT)
-    for name, values, limit in zip("xypt", columns, limits, strict=False):
+    for name, values, limit in zip("xypt", columns, limits, strict=True):
         whole = values.dtype.kind in "iub"
         if whole and len(values) and values.min() >= 0 and values.max() < limit:
             continue
@@ -191,11 +180,8 @@ class RecordingSet:
     def of_files(
         cls,
         size: tuple[int, ...],
-        files: Sequence[Path],
-        labels: Sequence[int],
-        chosen: np.ndarray,
+        files: Files,
         read: Callable[[Path], Recording | Sound],
     ) -> RecordingSet:
-        """Return the chosen files, which hold one recording each; `chosen` is bool `[N]`."""
-        own = tuple(compress(files, chosen))
-        return cls(size, np.array(labels)[chosen], own, partial(map, read, own))
+        """Return recordings of which each file holds one."""
+        return cls(size, files.labels, files.paths, partial(map, read, files.paths))

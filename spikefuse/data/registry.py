@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spikefuse.data import cifar, dvs_gesture, heidelberg, ncaltech101, speech_commands
+from spikefuse.data import cifar, dvs_gesture, heidelberg, nmnist, speech_commands
 from spikefuse.data.cifar import load_cifar10, load_cifar100, load_cifar100_coarse
 from spikefuse.data.cifar10_dvs import find_cifar10_dvs, read_cifar10_dvs
 from spikefuse.data.dataset import Dataset, Reader
@@ -29,13 +29,12 @@ from spikefuse.data.frames import Frames, Slicing, to_frames
 from spikefuse.data.heidelberg import SHD_CLASSES, SSC_CLASSES
 from spikefuse.data.images import Examples
 from spikefuse.data.mnist import load_fashion_mnist, load_mnist
-from spikefuse.data.ncaltech101 import find_ncaltech101, read_ncaltech101
-from spikefuse.data.nmnist import find_nmnist, read_nmnist
-from spikefuse.data.recording_folder import FILES, PARTS, event_folder
+from spikefuse.data.nmnist import find_ncaltech101, find_nmnist, read_ncaltech101, read_nmnist
+from spikefuse.data.recording_folder import FILES, event_folder
 from spikefuse.data.recordings import RecordingSet
 from spikefuse.data.sound import read_wav
 from spikefuse.data.speech_commands import find_speech_commands
-from spikefuse.data.store import load_frames
+from spikefuse.data.store import load_parts
 
 DIGITS = tuple("0123456789")
 CLOTHES = (
@@ -44,8 +43,6 @@ CLOTHES = (
 )
 
 
-# Finds the training, perhaps validation, and test recordings in a folder.
-Find = Callable[[Path], tuple[RecordingSet, ...]]
 SLICING = [field.name for field in fields(Slicing)]
 
 
@@ -67,8 +64,7 @@ def _described(
     """Return a dataset of which `describe` finds the shape and the classes in the files."""
 
     def read(directory: Path, download: bool, **options: Any) -> tuple[Examples, ...]:
-        found = describe(directory, **options)
-        return found.read(directory, download, **found.transform)
+        return load(describe(directory, **options), directory, download)
 
     # Checkpoints of earlier versions lack the classes.
     classes = tuple(f"class {i}" for i in range(num_classes))
@@ -77,16 +73,14 @@ def _described(
 
 def _events(
     name: str,
-    find: Find,
+    find: Callable[[Path], tuple[RecordingSet, ...]],
     size: tuple[int, ...],
     classes: tuple[str, ...],
     slicing: Slicing,
     scale: float = 1.0,
 ) -> Dataset:
     def read(directory: Path, download: bool, **options: Any) -> tuple[Frames, ...]:
-        chosen, found = Slicing(**options), find(directory)
-        parts = zip(PARTS[len(found)], found, strict=True)
-        return tuple(load_frames(f"{name}-{part}", sets, chosen) for part, sets in parts)
+        return load_parts(name, find(directory), Slicing(**options))
 
     return Dataset(size, classes, read, "events", vars(slicing), EVENT_FILES[name], scale)
 
@@ -111,11 +105,11 @@ DATASETS: dict[str, Dataset] = {
     "imagenet": _described(imagenet, (3, 224, 224), 1000, size=224, grey=False, margin=MARGIN),
     "tiny_imagenet": _described(tiny_imagenet, (3, 64, 64), 200, size=64, grey=False, margin=1.0),
     "folder": _described(image_folder, (3, 64, 64), size=64, grey=False, margin=1.0, seed=0),
-    "nmnist": _events("nmnist", find_nmnist, (2, 34, 34), DIGITS, SACCADES),
+    "nmnist": _events("nmnist", find_nmnist, nmnist.SIZE, DIGITS, SACCADES),
     "dvs_gesture": _events("dvs_gesture", find_dvs_gesture, CAMERA, dvs_gesture.CLASSES, GESTURES),
     "cifar10_dvs": _events("cifar10_dvs", find_cifar10_dvs, CAMERA, cifar.CLASSES, SCREEN),
     "ncaltech101": _events(
-        "ncaltech101", find_ncaltech101, ncaltech101.SIZE, ncaltech101.CLASSES, OBJECTS
+        "ncaltech101", find_ncaltech101, nmnist.CALTECH_SIZE, nmnist.CALTECH_CLASSES, OBJECTS
     ),
     "events": replace(
         _described(event_folder, CAMERA, **vars(Slicing()), sensor=None, size=None, seed=0),
@@ -171,28 +165,23 @@ def load(
         DataError: the dataset or an option is unknown, a file is missing or damaged, or the
             download failed.
     """
-    found, options = _find(dataset, transform)
-    return found.read(_directory(dataset, directory), download, **options)
+    found = _find(dataset, transform)
+    return found.read(_directory(dataset, directory), download, **found.transform)
 
 
-def describe(
-    name: str, directory: str | Path | None = None, **transform: Any
-) -> tuple[Dataset, dict[str, Any]]:
+def describe(name: str, directory: str | Path | None = None, **transform: Any) -> Dataset:
     """Return the description of a dataset, with the shape and the classes of the files.
 
     Args:
-        name, directory, transform: as for `load`.
-
-    Returns:
-        The description, and the options with which to load it.
+        name, directory, transform: as for `load`; the description has these options.
 
     Raises:
         DataError: as for `load`.
     """
-    found, options = _find(name, transform)
+    found = _find(name, transform)
     if found.describe is None:
-        return found, options
-    return found.describe(_directory(name, directory), **options), {}
+        return found
+    return found.describe(_directory(name, directory), **found.transform)
 
 
 def read_file(dataset: str | Dataset, path: str | Path, **transform: Any) -> Iterator[np.ndarray]:
@@ -220,12 +209,15 @@ def read_file(dataset: str | Dataset, path: str | Path, **transform: Any) -> Ite
         DataError: the dataset or an option is unknown, or the file is missing or damaged; some
             damage is found only when an example is read.
     """
-    path, (found, options) = Path(path).expanduser(), _find(dataset, transform)
+    path, found = Path(path).expanduser(), _find(dataset, transform)
+    options = dict(found.transform)
     if found.kind != "images":
-        endings, read = _event_files(dataset)
+        endings, read = _event_files(found)
         if path.suffix.lower() not in endings:
-            ending, name = " or ".join(endings), _name(dataset)
-            raise DataError(f"{path} is not a file of {name}: expected one that ends in {ending}")
+            ending = " or ".join(endings)
+            raise DataError(
+                f"{path} is not a file of {found.name}: expected one that ends in {ending}"
+            )
         if found.kind == "series":
             shape = options["num_steps"], *found.shape
             return map(partial(_checked, path, shape), read(path, **options))
@@ -233,8 +225,9 @@ def read_file(dataset: str | Dataset, path: str | Path, **transform: Any) -> Ite
         return map(partial(to_frames, slicing=slicing), read(path, **options))
     channels, size, width = (*found.shape, 0, 0)[:3]
     if channels not in (1, 3) or size != width:
-        name = _name(dataset)
-        raise DataError(f"images of {name} are not square, in grey or RGB: convert {path} to bytes")
+        raise DataError(
+            f"images of {found.name} are not square, in grey or RGB: convert {path} to bytes"
+        )
     size, channels = options.get("size", size), 1 if options.get("grey") else channels
     return iter([read_image(path, size, channels, options.get("margin", 1.0))])
 
@@ -249,23 +242,16 @@ def _checked(path: Path, shape: tuple[int, ...], series: np.ndarray) -> np.ndarr
     return series
 
 
-def _event_files(dataset: str | Dataset) -> tuple[tuple[str, ...], Reader]:
-    files = _find(dataset, {})[0].files
-    if files is None:
-        raise DataError(f"{_name(dataset)} has no reader of single files: set files in its Dataset")
-    return ((files[0],) if isinstance(files[0], str) else files[0]), files[1]
+def _event_files(dataset: Dataset) -> tuple[tuple[str, ...], Reader]:
+    if dataset.files is None:
+        raise DataError(f"{dataset.name} has no reader of single files: set files in its Dataset")
+    endings, read = dataset.files
+    return ((endings,) if isinstance(endings, str) else endings), read
 
 
-def file_endings(dataset: str | Dataset) -> set[str]:
+def file_endings(dataset: Dataset) -> Collection[str]:
     """Return the endings of the files that `read_file` expects, in lower case."""
-    is_images = _find(dataset, {})[0].kind == "images"
-    return ENDINGS if is_images else {*_event_files(dataset)[0]}
-
-
-def _name(dataset: str | Dataset) -> str:
-    if not isinstance(dataset, str | Dataset):
-        raise TypeError(f"dataset is a {type(dataset).__name__}: expected a name or a Dataset")
-    return dataset if isinstance(dataset, str) else dataset.name
+    return ENDINGS if dataset.kind == "images" else _event_files(dataset)[0]
 
 
 def _directory(dataset: str | Dataset, directory: str | Path | None) -> Path:
@@ -276,20 +262,22 @@ def _directory(dataset: str | Dataset, directory: str | Path | None) -> Path:
     return default_directory()
 
 
-def _find(dataset: str | Dataset, transform: dict[str, Any]) -> tuple[Dataset, dict[str, Any]]:
-    """Return the description of a dataset, and its options, checked and completed."""
-    name = _name(dataset)
-    found = DATASETS.get(dataset) if isinstance(dataset, str) else dataset
-    if found is None:
-        raise DataError(
-            f"unknown dataset {name!r}: choose one of {', '.join(DATASETS)}, or for a folder of "
-            "your own spikefuse.data.image_folder"
-        )
-    own = dict(found.transform)
+def _find(dataset: str | Dataset, transform: dict[str, Any]) -> Dataset:
+    """Return the description of a dataset, with its name and all options, which are checked."""
+    if isinstance(dataset, str):
+        if dataset not in DATASETS:
+            raise DataError(
+                f"unknown dataset {dataset!r}: choose one of {', '.join(DATASETS)}, or for a "
+                "folder of your own spikefuse.data.image_folder"
+            )
+        dataset = replace(DATASETS[dataset], name=dataset)
+    elif not isinstance(dataset, Dataset):
+        raise TypeError(f"dataset is a {type(dataset).__name__}: expected a name or a Dataset")
+    own = dict(dataset.transform)
     for option in transform:
         if option not in own:
             options = ", ".join(own) or "none"
-            raise DataError(f"{name} has no option {option!r}: its options are {options}")
+            raise DataError(f"{dataset.name} has no option {option!r}: its options are {options}")
     if transform.get("by", own.get("by")) != own.get("by"):
         own |= {"dt": None, "count": None}  # they belong to the default slicing
-    return found, {**own, **transform}
+    return replace(dataset, transform={**own, **transform})

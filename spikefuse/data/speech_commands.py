@@ -39,9 +39,9 @@ def find_speech_commands(directory: Path) -> tuple[RecordingSet, ...]:
     """
     folder = find_folder("speech_commands", LISTS, directory, PAGE, "speech_commands_v0.02")
     how = f"get the dataset from {PAGE} and unpack it there"
-    files, labels = class_files(folder, CLASSES, {".wav"}, how)
-    rows = {f"{file.parent.name}/{file.name}": row for row, file in enumerate(files)}
-    parts = np.zeros(len(files), np.int64)  # 0 for training, then the number of the list
+    files = class_files(folder, CLASSES, {".wav"}, how)
+    rows = {f"{file.parent.name}/{file.name}": row for row, file in enumerate(files.paths)}
+    parts = np.zeros(len(files.paths), np.int64)  # 0 for training, then the number of the list
     for part, name in enumerate(LISTS, 1):
         path = folder / name
         lines = read_bytes(path, LIST_BYTES).decode(errors="replace").splitlines()
@@ -59,6 +59,6 @@ def find_speech_commands(directory: Path) -> tuple[RecordingSet, ...]:
             f"speech_commands: {' and '.join(LISTS)} in {folder} list all recordings: {how}"
         )
     return tuple(
-        RecordingSet.of_files(SIZE, files, labels, parts == part, read_wav)
+        RecordingSet.of_files(SIZE, files.rows(parts == part), read_wav)
         for part in range(len(LISTS) + 1)
     )

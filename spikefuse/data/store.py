@@ -13,7 +13,7 @@ import mmap
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
@@ -36,6 +36,20 @@ def cache_directory() -> Path:
     """Return the folder of the cache: $SPIKEFUSE_CACHE_DIR/frames, else in the user's cache."""
     chosen = os.environ.get(ENVIRONMENT)
     return (Path(chosen).expanduser() if chosen else user_cache()) / "frames"
+
+
+def load_parts(name: str, parts: Sequence[RecordingSet], slicing: Slicing) -> tuple[Frames, ...]:
+    """Load the frames of the recordings for (training, test) or (training, validation, test).
+
+    Args:
+        name: name of the dataset.
+
+    Raises:
+        DataError: as for `load_frames`.
+    """
+    names = ("train", "test") if len(parts) == 2 else ("train", "valid", "test")
+    pairs = zip(names, parts, strict=True)
+    return tuple(load_frames(f"{name}-{part}", own, slicing) for part, own in pairs)
 
 
 def load_frames(name: str, recordings: RecordingSet, slicing: Slicing) -> Frames:

@@ -66,21 +66,21 @@ class ActivityMonitor:
         return lambda layer, inputs, output: self.last.update({name: output})
 
     def restart(self) -> None:
-        # Counts of spikes remain on the device until `row` reads them.
-        self._fired: dict[str, int | Tensor] = {}
-        self._sites: dict[str, int] = {}
-        self._dropped = 0
-        self._read: int | Tensor = 0
+        # Numbers of events, and of possible ones, which stay on the device until `row` reads them.
+        self._shares: dict[str, tuple[int | Tensor, int | Tensor]] = {}
 
     def count(self) -> None:
         """Add the most recent call of the network to the statistics."""
         for name, events in self.last.items():
-            self._fired[name] = self._fired.get(name, 0) + events.fired.sum()
-            self._sites[name] = self._sites.get(name, 0) + events.num_rows * events.shape[2]
+            sites = events.num_rows * events.shape[2]
+            self._add(f"activity_{name}", events.fired.sum(), sites)
         for layer in self.layers:
             if layer.activity is not None:
-                self._dropped += layer.activity.dropped
-                self._read = self._read + layer.activity.spikes
+                self._add("dropped", layer.activity.dropped, layer.activity.spikes)
+
+    def _add(self, name: str, part: int | Tensor, whole: int | Tensor) -> None:
+        before = self._shares.get(name, (0, 0))
+        self._shares[name] = before[0] + part, before[1] + whole
 
     def row(
         self, processes: Processes | None = None, device: torch.device | None = None
@@ -91,18 +91,14 @@ class ActivityMonitor:
             processes: sum over these processes, all of which must call this; None for one only.
             device: device on which the processes sum.
         """
-        if not self._sites:
+        if not self._shares:
             return {}
-        fired = [int(number) for number in self._fired.values()]
-        counts = torch.tensor(
-            [*fired, *self._sites.values(), self._dropped, int(self._read)], device=device
-        )
+        shares = [[int(part), int(whole)] for part, whole in self._shares.values()]
+        counts = torch.tensor(shares, device=device)
         if processes is not None:
             counts = processes.sum(counts)
-        *layers, dropped, read = counts.tolist()
-        pairs = zip(self._sites, layers, layers[len(fired) :], strict=False)
-        rates = {f"activity_{name}": number / max(sites, 1) for name, number, sites in pairs}
-        return {**rates, "dropped": dropped / max(read, 1)}
+        pairs = zip(self._shares, counts.tolist(), strict=True)
+        return {name: part / max(whole, 1) for name, (part, whole) in pairs}
 
     def penalty(self) -> Tensor | None:
         """Compute $\\sum_l \\max(0, r_l / c - 1/2)^2$ for the most recent call.

@@ -11,13 +11,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from spikefuse import data
-from spikefuse.data import DATASETS, Examples, Frames
+from spikefuse.data import Examples, Frames
 from spikefuse.data.registry import describe
 from spikefuse.nn import Events
 from spikefuse.nn.encode import direct, poisson
@@ -49,11 +50,10 @@ def load_examples(
         DataError: a file is missing or damaged, or the download failed.
         ConfigError: the run has other classes.
     """
-    name = config.dataset
-    dataset, options = describe(name, directory, **config.transform())
-    if dataset is not DATASETS[name]:
+    dataset = describe(config.dataset, directory, **config.transform())
+    if config.data.describe is not None:
         config = config.with_files_of(dataset)
-    return config, data.load(dataset, directory, download, **options)
+    return config, data.load(dataset, directory, download)
 
 
 def contents(batch: Examples, packed: bool) -> Tensor:
@@ -62,13 +62,7 @@ def contents(batch: Examples, packed: bool) -> Tensor:
 
 
 def encode(inputs: Tensor, config: TrainConfig, share: slice = WHOLE) -> Tensor | Events:
-    """Convert a batch to the network's input `[T, B, ...]`.
-
-    Args:
-        inputs: images `[B, C, H, W]`, event frames or series `[B, T, ...]`, or for event models
-            packed event frames `[B, T, S]`.
-        share: the samples to return; random numbers are drawn for the whole batch.
-    """
+    """Convert a batch to the network's input, as `TrainingModule.encode` does."""
     dataset = config.data
     if dataset.kind != "images":
         frames = inputs[share].transpose(0, 1)
@@ -83,6 +77,7 @@ def encode(inputs: Tensor, config: TrainConfig, share: slice = WHOLE) -> Tensor 
     return Events.from_dense(x) if config.on_events else x
 
 
+@dataclass
 class EvalBatches:
     """All examples in order, in batches of at most `batch_size`.
 
@@ -90,11 +85,13 @@ class EvalBatches:
         packed: leave event frames packed.
     """
 
-    def __init__(
-        self, examples: Examples, batch_size: int, device: torch.device = CPU, packed: bool = False
-    ) -> None:
-        self.examples, self.batch_size, self.device = examples, batch_size, device
-        self.packed = packed
+    examples: Examples
+    batch_size: int
+    device: torch.device = CPU
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        self.examples = place(self.examples, self.device)
 
     def __len__(self) -> int:
         return -(-len(self.examples) // self.batch_size)
@@ -124,6 +121,7 @@ class EvalBatches:
         return contents(batch, self.packed), batch.labels
 
 
+@dataclass(kw_only=True)
 class TrainBatches(EvalBatches):
     """One epoch of shuffled batches per iteration, from the current position of the run.
 
@@ -133,20 +131,10 @@ class TrainBatches(EvalBatches):
     Args:
         batch_size: at most `len(examples)`.
         steps_done: returns the number of optimizer steps done so far.
-        packed: leave event frames packed.
     """
 
-    def __init__(
-        self,
-        examples: Examples,
-        batch_size: int,
-        seed: int,
-        steps_done: Callable[[], int],
-        device: torch.device = CPU,
-        packed: bool = False,
-    ) -> None:
-        super().__init__(examples, batch_size, device, packed)
-        self.seed, self.steps_done = seed, steps_done
+    seed: int
+    steps_done: Callable[[], int]
 
     def __len__(self) -> int:
         return len(self.examples) // self.batch_size

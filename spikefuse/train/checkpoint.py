@@ -138,6 +138,7 @@ def load(path: Path, names: Mapping[str, str | None] | None = None) -> LoadedRun
     """Load a checkpoint without executing any code in it, or named by it.
 
     Args:
+        path: as for `in_folder`, where the name is `BEST`.
         names: model and dataset to use in place of those that it names, if they are not None; a
             user's own are imported.
 
@@ -149,6 +150,7 @@ def load(path: Path, names: Mapping[str, str | None] | None = None) -> LoadedRun
     given = {setting: name for setting, name in (names or {}).items() if name is not None}
     for setting in given:
         own.register(setting, given[setting])
+    path = in_folder(path, BEST)
     hint = f"expected {LAST} or {BEST} from a run of spikefuse train"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in PRETRAINED.glob("*.ckpt")))

@@ -118,7 +118,7 @@ def _train(arguments: argparse.Namespace) -> int:
         arguments.resume = checkpoint.in_folder(arguments.resume, checkpoint.LAST)
         resumed = checkpoint.load(arguments.resume)
         config = _resumed_config(resumed.config, given, arguments)
-    options = RunOptions(**{f.name: getattr(arguments, f.name) for f in fields(RunOptions)})
+    options = _run_options(arguments)
     try:
         run.train(config, options, resumed)
     except RunInterrupted as stop:
@@ -167,19 +167,15 @@ def _resumed_config(
 def _eval(arguments: argparse.Namespace) -> int:
     from spikefuse.train import checkpoint, predict
 
-    path = checkpoint.in_folder(arguments.checkpoint, checkpoint.BEST)
-    loaded = checkpoint.load(path, _own_names(arguments))
+    loaded = checkpoint.load(arguments.checkpoint, _own_names(arguments))
     if "fuse" in arguments:
         # Evaluation has no backward pass, so the memory policy of training need not apply.
         own = {"fuse": arguments.fuse, "memory": "recompute"}
         loaded = replace(loaded, config=replace(loaded.config, **own))
-    options = RunOptions(
-        device=arguments.device, data_dir=arguments.data_dir, download=arguments.download
-    )
-    metrics, config = predict.evaluate_checkpoint(loaded, options), loaded.config
+    metrics = predict.evaluate_checkpoint(loaded, _run_options(arguments))
     if _main_process():
-        described = config.make_task().describe(metrics)
-        print(f"test {described}, loss {metrics['loss']:.4f} ({config.dataset})")
+        described = loaded.config.make_task().describe(metrics)
+        print(f"test {described}, loss {metrics['loss']:.4f} ({loaded.config.dataset})")
     return 0
 
 
@@ -224,7 +220,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from spikefuse.train import checkpoint, export, predict
 
     path = checkpoint.in_folder(arguments.checkpoint, checkpoint.BEST)
-    network = predict.load(path, model=arguments.model, dataset=arguments.dataset)
+    network = predict.load(path, "cpu", **_own_names(arguments))
     options = {name: getattr(arguments, name) for name in ("step", "dt", "int8")}
     suffix = "-int8" * arguments.int8 + "-step" * arguments.step
     out = _beside(path, arguments, f"{path.stem}{suffix}.{arguments.format}")
@@ -244,14 +240,15 @@ def _convert(arguments: argparse.Namespace) -> int:
     for name in ("num_steps", "samples"):
         if (value := getattr(arguments, name)) < 1:
             raise ConfigError(f"{name} is {value}: expected a whole number of at least 1")
-    path = checkpoint.in_folder(arguments.checkpoint, checkpoint.BEST)
-    options = RunOptions(
-        device=arguments.device, data_dir=arguments.data_dir, download=arguments.download
-    )
-    out = _beside(path, arguments, f"{path.stem}-spiking.ckpt")
-    loaded = checkpoint.load(path, _own_names(arguments))
-    convert.convert(loaded, arguments, options, out)
+    loaded = checkpoint.load(arguments.checkpoint, _own_names(arguments))
+    out = _beside(loaded.path, arguments, f"{loaded.path.stem}-spiking.ckpt")
+    convert.convert(loaded, arguments, _run_options(arguments), out)
     return 0
+
+
+def _run_options(arguments: argparse.Namespace) -> RunOptions:
+    names = [f.name for f in fields(RunOptions) if f.name in arguments]
+    return RunOptions(**{name: getattr(arguments, name) for name in names})
 
 
 def _own_names(arguments: argparse.Namespace) -> dict[str, str | None]:

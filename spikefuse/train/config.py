@@ -29,9 +29,6 @@ from spikefuse.train.fields import (
     ConfigError,
     between,
     check_fields,
-    choice,
-    flag,
-    number,
     option,
     up_to,
 )
@@ -51,246 +48,235 @@ class TrainConfig:
         ConfigError: a value has the wrong type, is out of range, or conflicts with another.
     """
 
-    dataset: str = choice("digits", "dataset, module:dataset for your own, or one of", DATASETS)
-    model: str = choice(
+    dataset: str = option("digits", "dataset, module:dataset for your own, or one of", DATASETS)
+    model: str = option(
         "conv", "network architecture, module:builder for your own, or one of", MODELS
     )
-    task: str = choice(
+    task: str = option(
         "classification",
         "what targets are: a class or values of each example, or a target for each time step",
         TASKS,
     )
-    neuron: str = choice(
+    neuron: str = option(
         "lif", "neuron model, or relu or qcfs for spikefuse convert", choices.UNITS
     )
-    decay: float | None = number(
+    decay: float | None = option(
         None,
         "factor that multiplies the membrane potential at every step (plif: its initial value)",
         between(0, 1),
-        shown="the neuron's own",
+        "the neuron's own",
     )
-    threshold: float = number(1.0, "firing threshold", POSITIVE)
-    surrogate: str | None = choice(
+    threshold: float = option(1.0, "firing threshold", POSITIVE)
+    surrogate: str | None = option(
         None, "surrogate derivative of the spike", choices.SURROGATES, "the neuron's own"
     )
-    reset: str | None = choice(
+    reset: str | None = option(
         None,
         "potential after a spike: hard sets it to 0, soft subtracts the threshold",
         RESETS,
         "the neuron's own",
     )
-    detach_reset: bool | None = flag(
-        None, "stop gradients through the reset", "the neuron's own; yes for event models"
+    detach_reset: bool | None = option(
+        None, "stop gradients through the reset", shown="the neuron's own; yes for event models"
     )
-    size: int | None = number(
+    size: int | None = option(
         None,
         "rows and columns of an image or frame; folder, events, imagenet and tiny_imagenet",
         AT_LEAST_ONE,
         "the dataset's own; events: the sensor's",
-        int,
     )
-    grey: bool = flag(False, "read images in grey; folder, imagenet and tiny_imagenet", "no")
+    grey: bool = option(False, "read images in grey; folder, imagenet and tiny_imagenet")
     sensor: str | None = option(
-        None, "events: columns and rows of the camera, such as 346x260", str, "the files' own"
+        None, "events: columns and rows of the camera, such as 346x260", shown="the files' own"
     )
-    num_steps: int = number(
+    num_steps: int = option(
         None,
         "number of time steps",
         AT_LEAST_ONE,
         "8; for event data, the dataset's own; of relu and qcfs 1",
-        int,
     )
-    encoding: str = choice(
+    encoding: str = option(
         "direct",
         "image encoding; direct repeats the image at every step, poisson draws random spikes",
         choices.ENCODINGS,
     )
-    slicing: str | None = choice(
+    slicing: str | None = option(
         None,
         "how events are cut into frames: equal numbers of events, frames of --slice-events events, "
         "equal shares of the recording's time, or frames of --slice-us microseconds",
         SLICINGS,
         "the dataset's own",
     )
-    slice_us: int | None = number(
-        None,
-        "microseconds per frame, with --slicing duration",
-        AT_LEAST_ONE,
-        "the dataset's own",
-        int,
+    slice_us: int | None = option(
+        None, "microseconds per frame, with --slicing duration", AT_LEAST_ONE, "the dataset's own"
     )
-    slice_events: int | None = number(
-        None, "events per frame, with --slicing events", AT_LEAST_ONE, "none", int
+    slice_events: int | None = option(
+        None, "events per frame, with --slicing events", AT_LEAST_ONE, "none"
     )
-    frames: str = choice(
+    frames: str = option(
         "counts",
         "what frames of events hold: counts, how recent the last event is (time_surface), or with "
         "--slicing time events shared by the two nearest frames (voxel_grid)",
         CONTENTS,
     )
-    capacity: float | None = number(
+    capacity: float | None = option(
         None,
         "event-mlp: largest fraction of a layer's neurons whose spikes are used in one step",
         up_to(1),
-        shown="no limit",
+        "no limit",
     )
-    overflow: str = choice(
+    overflow: str = option(
         "drop",
         "event-mlp: what to do with spikes above the capacity: drop them, compute the layer "
         "densely, or raise an error",
         choices.OVERFLOWS,
     )
-    activity: float | None = number(
+    activity: float | None = option(
         None,
         "event-mlp: scale the initial weights so that this fraction of neurons fires per step",
         up_to(0.5),
-        shown="half the capacity, or 0.01",
+        "half the capacity, or 0.01",
     )
-    activity_weight: float | None = number(
+    activity_weight: float | None = option(
         None,
         "event-mlp: weight of the penalty on activity above half the capacity",
         NOT_NEGATIVE,
-        shown="1",
+        "1",
     )
-    epochs: int = number(20, "passes over the training examples", AT_LEAST_ONE)
-    batch_size: int = number(32, "examples per optimizer step", AT_LEAST_ONE)
-    optimizer: str = choice(
+    epochs: int = option(20, "passes over the training examples", AT_LEAST_ONE)
+    batch_size: int = option(32, "examples per optimizer step", AT_LEAST_ONE)
+    optimizer: str = option(
         "adam",
         "optimizer of torch.optim, with its defaults; sgd has momentum 0.9",
         choices.OPTIMIZERS,
     )
-    lr: float = number(1e-3, "learning rate", POSITIVE)
-    schedule: str = choice(
+    lr: float = option(1e-3, "learning rate", POSITIVE)
+    schedule: str = option(
         "constant",
         "learning-rate schedule; cosine decays to 0 by the end of the run, one-cycle rises first, "
         "step divides by 10 every --step-epochs",
         choices.SCHEDULES,
     )
-    step_epochs: int | None = number(
-        None, "epochs between steps, with --schedule step", AT_LEAST_ONE, "a third of the run", int
+    step_epochs: int | None = option(
+        None, "epochs between steps, with --schedule step", AT_LEAST_ONE, "a third of the run"
     )
-    warmup: float = number(
+    warmup: float = option(
         None,
         "epochs over which the learning rate rises at the start",
         NOT_NEGATIVE,
         "0; with one-cycle 0.3 of the run",
-        float,
     )
-    weight_decay: float = number(
+    weight_decay: float = option(
         0.0, "weight decay of the weights of layers, not of norms, biases and neurons", NOT_NEGATIVE
     )
-    decay_all: bool = flag(False, "apply weight decay to all parameters", "no")
-    ema: float | None = number(
+    decay_all: bool = option(False, "apply weight decay to all parameters")
+    ema: float | None = option(
         None,
         "evaluate and save the exponential moving average of the weights, with this decay per "
         "step, such as 0.999",
         BELOW_ONE,
-        shown="none",
+        "none",
     )
-    loss: str = choice(
+    loss: str = option(
         None,
         "output to which the criterion applies: the mean over time, the last step, or every step "
         "(averaged)",
         choices.LOSSES,
         "mean; of sequences every",
     )
-    criterion: str = choice(
+    criterion: str = option(
         None,
         "loss of an output and its target: of values the mean squared error, the mean absolute "
         "error or Huber's, of classes the cross entropy",
         CRITERIA,
         "cross-entropy; mse for regression and sequences",
     )
-    label_smoothing: float = number(
+    label_smoothing: float = option(
         0.0,
         "fraction of the target spread evenly over all classes, in training only",
         between(0, 1),
     )
-    rate_penalty: float = number(
+    rate_penalty: float = option(
         0.0,
         "weight of a penalty on the firing rate: spikes per neuron and step, averaged over layers",
         NOT_NEGATIVE,
     )
-    patience: int | None = number(
+    patience: int | None = option(
         None,
         "stop after this many epochs without a higher validation accuracy; of values, without a "
         "lower loss",
         AT_LEAST_ONE,
-        shown="never",
-        kind=int,
+        "never",
     )
-    clip: float | None = number(
-        None, "clip the gradient of all parameters to this norm", POSITIVE, shown="none"
+    clip: float | None = option(
+        None, "clip the gradient of all parameters to this norm", POSITIVE, "none"
     )
-    shift: int = number(
+    shift: int = option(
         None,
         "largest random shift of a training image, in pixels",
         between(0, 8),
-        shown="1 for images and frames in classification, otherwise 0",
-        kind=int,
+        "1 for images and frames in classification, otherwise 0",
     )
-    flip: bool = flag(False, "mirror half of the training images at random", "no")
-    trivial_augment: bool = flag(
-        False, "change each training image by a random operation of random strength", "no"
+    flip: bool = option(False, "mirror half of the training images at random")
+    trivial_augment: bool = option(
+        False, "change each training image by a random operation of random strength"
     )
-    cutout: int = number(
+    cutout: int = option(
         0,
         "side of a random square of a training image that is set to zero, in pixels",
         NOT_NEGATIVE,
         "none",
     )
-    erase: float = number(
+    erase: float = option(
         0.0,
         "probability that a random rectangle of a training image is filled with random pixels",
         between(0, 1),
         "none",
     )
-    drop_events: bool = flag(False, "drop events of training recordings at random", "no")
-    mixup: float = number(
+    drop_events: bool = option(False, "drop events of training recordings at random")
+    mixup: float = option(
         0.0,
         "mix each example with another one, with weights of Beta(N, N), such as 0.2",
         NOT_NEGATIVE,
         "none",
     )
-    cutmix: float = number(
+    cutmix: float = option(
         0.0,
         "paste a rectangle of another example, with an area of Beta(N, N); with mixup, each "
         "applies to half of the examples",
         NOT_NEGATIVE,
         "none",
     )
-    seed: int = number(0, "seed of all random choices", between(0, choices.SEED_LIMIT - 1))
-    precision: str = choice(
+    seed: int = option(0, "seed of all random choices", between(0, choices.SEED_LIMIT - 1))
+    precision: str = option(
         "32",
         "floating-point precision: 32, or mixed with bf16 or 16 (float16, CUDA)",
         choices.PRECISIONS,
     )
-    accumulate: int = number(
+    accumulate: int = option(
         1, "microbatches per batch, computed one after the other to save memory", AT_LEAST_ONE
     )
-    tbptt: int | None = number(
-        None,
-        "truncated BPTT: time steps through which gradients flow back",
-        AT_LEAST_ONE,
-        shown="all",
-        kind=int,
+    tbptt: int | None = option(
+        None, "truncated BPTT: time steps through which gradients flow back", AT_LEAST_ONE, "all"
     )
-    fuse: bool = flag(True, "fuse each batch norm with the neurons that read it", "yes")
-    memory: str = choice(
+    fuse: bool = option(True, "fuse each batch norm with the neurons that read it")
+    memory: str = option(
         "recompute", "what to save for the backward pass (docs/memory.md)", choices.MEMORY
     )
-    channels_last: bool | None = flag(True, "use the channels-last memory format", "yes")
-    cuda_graph: bool | None = flag(
-        None, "record the training step as a CUDA graph and replay it", "on a GPU, where possible"
+    channels_last: bool | None = option(True, "use the channels-last memory format")
+    cuda_graph: bool | None = option(
+        None,
+        "record the training step as a CUDA graph and replay it",
+        shown="on a GPU, where possible",
     )
-    sync_batch_norm: bool = flag(
-        False, "synchronize batch norm statistics across GPUs, under torchrun", "no"
+    sync_batch_norm: bool = option(
+        False, "synchronize batch norm statistics across GPUs, under torchrun"
     )
 
     # No options: the files of a dataset determine the first two, and a checkpoint the last.
-    classes: tuple[str, ...] | None = option(None, "", tuple)
-    shape: tuple[int, ...] | None = option(None, "", tuple)
-    converted: bool | None = option(None, "", bool)
+    classes: tuple[str, ...] | None = option(None, "")
+    shape: tuple[int, ...] | None = option(None, "")
+    converted: bool | None = option(None, "")
 
     def __post_init__(self) -> None:
         for setting in own.REGISTRIES:

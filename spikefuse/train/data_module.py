@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from spikefuse import data
 from spikefuse.data import DataError, Examples
@@ -100,15 +100,8 @@ class DataModule(pl.LightningDataModule):
         self._ready = True
 
     def train_dataloader(self) -> TrainBatches:
-        config, device = self.config, self._device()
-        return TrainBatches(
-            batches.place(self.training, device),
-            config.batch_size,
-            config.seed,
-            self._steps_done,
-            device,
-            config.on_events,
-        )
+        order = {"seed": self.config.seed, "steps_done": self._steps_done}
+        return self._batches(self.training, TrainBatches, **order)
 
     @property
     def num_batches(self) -> int:
@@ -128,15 +121,12 @@ class DataModule(pl.LightningDataModule):
         return epoch * whole + batch
 
     def val_dataloader(self) -> EvalBatches:
-        return self._in_order(self.validation)
+        return self._batches(self.validation)
 
     def test_dataloader(self) -> EvalBatches:
-        return self._in_order(self.test)
+        return self._batches(self.test)
 
-    def _in_order(self, examples: Examples) -> EvalBatches:
-        device = self._device()
-        placed = batches.place(examples, device)
-        return EvalBatches(placed, self.config.batch_size, device, self.config.on_events)
-
-    def _device(self) -> torch.device:
-        return batches.CPU if self.trainer is None else self.trainer.strategy.root_device
+    def _batches(self, examples: Examples, kind: Any = EvalBatches, **order: Any) -> Any:
+        config = self.config
+        device = batches.CPU if self.trainer is None else self.trainer.strategy.root_device
+        return kind(examples, config.batch_size, device, config.on_events, **order)

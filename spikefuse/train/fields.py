@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import reprlib
 import shlex
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable
 from dataclasses import field, fields
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 # Of whole numbers but the seed: what PyTorch and the libraries below it count in 32 bits.
 COUNT_LIMIT = 2**31
@@ -37,41 +38,34 @@ def up_to(high: float) -> Allowed:
     return f"a {{}} above 0, at most {high:g}", lambda value: 0 < value <= high
 
 
-def option(default: Any, help: str, kind: type, shown: str = "", allowed: Any = None) -> Any:
-    """Return a field for a value.
+def option(default: Any, help: str, allowed: Any = None, shown: str = "") -> Any:
+    """Return a field for a value of the type that the field is annotated with.
 
     Args:
         help: of the option on the command line; without it, the field is no option.
-        kind: type of a value other than None.
-        shown: what `--help` prints as the default, if it is not `default`.
         allowed: of numbers an `Allowed`, of text the choices, which are read when a value is
             checked, or None for any.
+        shown: what `--help` prints as the default, if it is not `default`.
     """
-    about = {"help": help, "kind": kind, "shown": shown or str(default), "allowed": allowed}
+    word = {True: "yes", False: "no"}[default] if isinstance(default, bool) else str(default)
+    about = {"help": help, "allowed": allowed, "shown": shown or word}
     return field(default=default, metadata=about)
 
 
-def number(default: Any, help: str, allowed: Allowed, shown: str = "", kind: type = float) -> Any:
-    """Return a field for a number, whose type is `kind` if `default` is None."""
-    return option(default, help, kind if default is None else type(default), shown, allowed)
-
-
-def choice(default: str | None, help: str, choices: Collection[str], shown: str = "") -> Any:
-    """Return a field for one of `choices`."""
-    return option(default, help, str, shown, choices)
-
-
-def flag(default: bool | None, help: str, shown: str) -> Any:
-    """Return a field for a boolean."""
-    return option(default, help, bool, shown)
+def kinds(options: type) -> dict[str, Any]:
+    """Return the type of each field of a dataclass for values other than None."""
+    hints = get_type_hints(options)
+    own = {name: get_args(h)[0] if isinstance(h, UnionType) else h for name, h in hints.items()}
+    return {name: get_origin(hint) or hint for name, hint in own.items()}
 
 
 def check_fields(options: Any) -> None:
     """Check each value of a dataclass against the type, choices or range of its field."""
+    own = kinds(type(options))
     for f in fields(options):
         value = getattr(options, f.name)
         if value is not None or f.default is not None:
-            _check(f.name, value, f.metadata["kind"], f.metadata["allowed"])
+            _check(f.name, value, own[f.name], f.metadata["allowed"])
 
 
 # Names that an error lists.
@@ -112,8 +106,8 @@ def _check(name: str, value: Any, kind: type, allowed: Any) -> None:
         noun, types = ("whole number", int) if kind is int else ("number", int | float)
         text, accepts = allowed
         found = f"{name} is {_shown(value)}: expected"
-        finite = kind is int or (isinstance(value, types) and _finite(value))
-        if not isinstance(value, types) or isinstance(value, bool) or not finite:
+        is_number = isinstance(value, types) and not isinstance(value, bool)
+        if not is_number or (kind is float and not abs(value) <= sys.float_info.max):
             raise ConfigError(f"{found} a {noun}")
         if kind is float and not (value == 0 or SMALLEST <= abs(value) <= LARGEST):
             raise ConfigError(f"{found} a number from {SMALLEST:g} to {LARGEST:g}, or 0")
@@ -121,10 +115,3 @@ def _check(name: str, value: Any, kind: type, allowed: Any) -> None:
             raise ConfigError(f"{found} {text.format(noun)}")
         if kind is int and value >= COUNT_LIMIT and name != "seed":
             raise ConfigError(f"{found} a {noun} below {COUNT_LIMIT}")
-
-
-def _finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number above any float
-        return False

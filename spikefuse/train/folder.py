@@ -30,8 +30,9 @@ def make(
     """Return the folder of the run; the main process creates it if it is new, and locks it."""
     outcome: Any = None
     if processes.main:
+        place = resumed.path.parent if resumed else options.out or RUNS
         try:
-            _check_name(resumed.path.parent if resumed else options.out or RUNS)
+            str(place).encode()
             if resumed is None:
                 outcome = _new_directory(config, options)
             else:
@@ -39,24 +40,18 @@ def make(
             held.enter_context(locked(outcome))
         except ConfigError as error:
             outcome = error
+        except UnicodeEncodeError:
+            outcome = ConfigError(
+                f"the name of the folder {str(place)!r} is not UTF-8, which TensorBoard needs: "
+                "rename it, or choose another with --out"
+            )
         except OSError as error:
-            folder = (resumed.path.parent if resumed else options.out) or RUNS
-            what = f"cannot make the folder {folder}, or write to it ({error.strerror})"
+            what = f"cannot make the folder {place}, or write to it ({error.strerror})"
             outcome = ConfigError(f"{what}: choose another with --out")
     outcome = processes.broadcast(outcome)
     if isinstance(outcome, ConfigError):
         raise outcome
     return outcome
-
-
-def _check_name(directory: Path) -> None:
-    try:
-        str(directory).encode()
-    except UnicodeEncodeError:
-        raise ConfigError(
-            f"the name of the folder {str(directory)!r} is not UTF-8, which TensorBoard needs: "
-            "rename it, or choose another with --out"
-        ) from None
 
 
 def _resumed_directory(config: TrainConfig, resumed: LoadedRun) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import textwrap
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +12,7 @@ from typing import Any, NoReturn
 import spikefuse
 from spikefuse.data.files import ENVIRONMENT
 from spikefuse.train.config import TrainConfig
+from spikefuse.train.fields import kinds
 from spikefuse.train.run_options import RunOptions
 
 USER_ERROR = 2  # exit code
@@ -145,50 +145,39 @@ def _add_train(commands: Any) -> None:
         **_EXACT,
     )
     for f in fields(TrainConfig):
-        if not f.metadata["help"]:  # found in the files
-            continue
         if f.name in GROUPS:
             group = train.add_argument_group(GROUPS[f.name])
-        _add_option(group, f.name, f.metadata)
+        if f.metadata["help"]:  # other fields are found in the files
+            _add_options(group, TrainConfig, f.name)
     group = train.add_argument_group("files, devices and processes")
-    group.add_argument(
-        "--config",
-        type=Path,
-        metavar="YAML",
-        help="file of options, or the name of a recipe; the command line overrides it",
-    )
-    group.add_argument(
-        "--resume", type=Path, metavar="CKPT", help="checkpoint, or folder, of the run to continue"
-    )
-    _add_run_options(group, *(f.name for f in fields(RunOptions)))
+    text = "file of options, or the name of a recipe; the command line overrides it"
+    group.add_argument("--config", type=Path, metavar="YAML", help=text)
+    text = "checkpoint, or folder, of the run to continue"
+    group.add_argument("--resume", type=Path, metavar="CKPT", help=text)
+    _add_options(group, RunOptions, *(f.name for f in fields(RunOptions)))
 
 
-def _add_run_options(group: Any, *names: str) -> None:
-    for f in fields(RunOptions):
-        if f.name in names:
-            _add_option(group, f.name, f.metadata, f.default)
-
-
-def _add_option(
-    group: Any, name: str, option: Mapping[str, Any], default: Any = argparse.SUPPRESS
-) -> None:
-    """Add an option; without a default, the namespace lacks it unless it is given."""
-    text, kind = option["help"], option["kind"]
-    values: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-    if kind is not bool:
-        choices = (option["allowed"] or ()) if kind is str else ()
-        plain = {Path: "PATH", str: "NAME"}.get(kind, "N")
-        metavar = "|".join(choices) or plain
-        if len(choices) > MAX_INLINE_CHOICES:
-            metavar, text = "NAME", f"{text}: {', '.join(choices)}"
-        values = {"type": kind, "metavar": metavar}
-    group.add_argument(
-        f"--{name.replace('_', '-')}",
-        *ALIASES.get(name, ()),
-        default=default,
-        help=f"{text} (default: {option['shown']})",
-        **values,
-    )
+def _add_options(group: Any, options: type, *names: str, shown: str = "") -> None:
+    """Add fields of a dataclass; the namespace lacks those of `TrainConfig` that are not given."""
+    for f in fields(options):
+        if f.name not in names:
+            continue
+        text, kind = f.metadata["help"], kinds(options)[f.name]
+        values: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if kind is not bool:
+            choices = (f.metadata["allowed"] or ()) if kind is str else ()
+            plain = {Path: "PATH", str: "NAME"}.get(kind, "N")
+            metavar = "|".join(choices) or plain
+            if len(choices) > MAX_INLINE_CHOICES:
+                metavar, text = "NAME", f"{text}: {', '.join(choices)}"
+            values = {"type": kind, "metavar": metavar}
+        group.add_argument(
+            f"--{f.name.replace('_', '-')}",
+            *ALIASES.get(f.name, ()),
+            default=argparse.SUPPRESS if options is TrainConfig else f.default,
+            help=f"{text} (default: {shown or f.metadata['shown']})",
+            **values,
+        )
 
 
 def _add_eval(commands: Any) -> None:
@@ -200,9 +189,8 @@ def _add_eval(commands: Any) -> None:
         **_EXACT,
     )
     _add_checkpoint(evaluate)
-    (fuse,) = (f.metadata for f in fields(TrainConfig) if f.name == "fuse")
-    _add_option(evaluate, "fuse", {**fuse, "shown": "as in training"})
-    _add_run_options(evaluate, "device", "data_dir", "download")
+    _add_options(evaluate, TrainConfig, "fuse", shown="as in training")
+    _add_options(evaluate, RunOptions, "device", "data_dir", "download")
 
 
 def _add_checkpoint(command: argparse.ArgumentParser) -> None:
@@ -239,7 +227,7 @@ def _add_predict(commands: Any) -> None:
     form = predict.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
     form.add_argument("--csv", action="store_true", help="print CSV instead of a table")
-    _add_run_options(predict, "device")
+    _add_options(predict, RunOptions, "device")
 
 
 def _add_export(commands: Any) -> None:
@@ -281,4 +269,4 @@ def _add_convert(commands: Any) -> None:
     add("--per-channel", action="store_true", help="choose a threshold for each channel")
     text = "checkpoint to write (default: best-spiking.ckpt beside best.ckpt)"
     add("-o", "--out", type=Path, metavar="FILE", help=text)
-    _add_run_options(convert, "device", "data_dir", "download")
+    _add_options(convert, RunOptions, "device", "data_dir", "download")

@@ -127,8 +127,7 @@ def load(
             there is no such device.
     """
     device = find_device(device)
-    file = checkpoint.in_folder(Path(path).expanduser(), checkpoint.BEST)
-    loaded = checkpoint.load(file, {"model": model, "dataset": dataset})
+    loaded = checkpoint.load(Path(path).expanduser(), {"model": model, "dataset": dataset})
     with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten
         network = TrainedNetwork(loaded.config)
     checkpoint.load_weights(network, loaded)
@@ -253,8 +252,8 @@ def evaluate(
     """
     net.eval()
     task, precision = config.make_task(), config.precision
-    totals, placed = Totals(task), batches.place(examples, device)
-    steps = EvalBatches(placed, config.batch_size, device, config.on_events)
+    totals = Totals(task)
+    steps = EvalBatches(examples, config.batch_size, device, config.on_events)
     autocast = torch.autocast(device.type, DTYPES[precision], enabled=precision != "32")
     with threads(config), torch.no_grad(), autocast:
         for index, (inputs, labels) in enumerate(progress(steps, "test", processes.main)):

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from spikefuse.train.config import TrainConfig
-from spikefuse.train.fields import ConfigError
+from spikefuse.train.fields import ConfigError, kinds
 from spikefuse.train.run_options import RunOptions
 
 # Options of a place or of processes; only the command line accepts them.
@@ -70,16 +70,16 @@ def _settings(text: str) -> dict[str, Any]:
 
 def _convert(name: str, value: Any) -> Any:
     """Convert a value to the type of its option: YAML reads 1e-3 as a string, 32 as a number."""
-    kinds = {f.name: f.metadata["kind"] for f in fields(TrainConfig) if f.metadata["help"]}
+    names = [f.name for f in fields(TrainConfig) if f.metadata["help"]]
     if name in PLACE:
         raise ConfigError(
             f"{name} is accepted on the command line only: pass --{name.replace('_', '-')}"
         )
-    if name not in kinds:
-        near = difflib.get_close_matches(name, kinds, 1)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1)
         hint = f": did you mean {near[0]}?" if near else "; see spikefuse train --help"
         raise ConfigError(f"unknown option {name!r}{hint}")
-    kind = kinds[name]
+    kind = kinds(TrainConfig)[name]
     if kind is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if kind is float and isinstance(value, str):

@@ -80,8 +80,9 @@ def _train(
     _check_device(config, device)
     _check_processes(config, options, processes)
     with processes.connected(device):
+        examples = DataModule(config, options.data_dir, options.download)
         with processes.local_main_first():
-            examples = _load_data(config, options)
+            examples.setup()
         config = examples.config  # with the classes of the files
         module = TrainingModule(config, processes)
         if resumed is not None:
@@ -173,12 +174,6 @@ def _check_processes(config: TrainConfig, options: RunOptions, processes: Proces
         )
 
 
-def _load_data(config: TrainConfig, options: RunOptions) -> DataModule:
-    examples = DataModule(config, options.data_dir, options.download)
-    examples.setup()
-    return examples
-
-
 def _check_examples(config: TrainConfig, examples: DataModule, resumed: LoadedRun) -> None:
     """Check that an epoch of a resumed run still has as many batches."""
     epochs = len(resumed.history)
@@ -243,7 +238,7 @@ def _fit(
         callbacks: list[pl.Callback] = [*optional_callbacks(config), saver]
         if processes.main:
             callbacks = [ProgressReporter(), MetricsWriter(directory), *callbacks]
-        trainer = _trainer(config, device, processes, callbacks, directory)
+        trainer = _trainer(module, device, callbacks, directory)
         if processes.main:
             own = [] if logger is None else [make_logger(logger, directory, config)]
             trainer.loggers = [TensorBoardLogger(directory, None, TENSORBOARD), *own]
@@ -262,12 +257,9 @@ def _fit(
 
 
 def _trainer(
-    config: TrainConfig,
-    device: torch.device,
-    processes: Processes,
-    callbacks: list[pl.Callback],
-    directory: Path,
+    module: TrainingModule, device: torch.device, callbacks: list[pl.Callback], directory: Path
 ) -> pl.Trainer:
+    config, processes = module.config, module.processes
     several = processes.count > 1
     trainer = pl.Trainer(
         inference_mode=False,  # in which batch norms do not fuse

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spikefuse.data.files import ENVIRONMENT
-from spikefuse.train.fields import AT_LEAST_ONE, check_fields, choice, flag, number, option
+from spikefuse.train.fields import AT_LEAST_ONE, check_fields, option
 
 DEVICES = ("auto", "cpu", "cuda")
 SEARCHED = f"${ENVIRONMENT}, else see the end of spikefuse train --help"
@@ -20,31 +20,28 @@ class RunOptions:
         ConfigError: a value has the wrong type or is out of range.
     """
 
-    out: Path | None = option(None, "new folder of the run", Path, "runs/DATASET-MODEL-N")
-    time_ranks: int = number(1, "processes that share a sequence, under torchrun", AT_LEAST_ONE)
-    data_ranks: int | None = number(
-        None, "processes that share a batch", AT_LEAST_ONE, "all processes / time-ranks", int
+    out: Path | None = option(None, "new folder of the run", shown="runs/DATASET-MODEL-N")
+    time_ranks: int = option(1, "processes that share a sequence, under torchrun", AT_LEAST_ONE)
+    data_ranks: int | None = option(
+        None, "processes that share a batch", AT_LEAST_ONE, "all processes / time-ranks"
     )
-    time_chunks: int | None = number(
+    time_chunks: int | None = option(
         None,
         "microbatches in which states are sent from one time rank to the next",
         AT_LEAST_ONE,
         "1 on GPUs, which do not wait for states; 4 on CPUs",
-        int,
     )
-    device: str = choice("auto", "device; auto is CUDA if available", DEVICES)
+    device: str = option("auto", "device; auto is CUDA if available", DEVICES)
     logger: str | None = option(
         None,
         "Lightning logger in addition to CSV and TensorBoard, such as wandb or mlflow, or "
         "module:function for one of your own",
-        str,
-        "none",
+        shown="none",
     )
-    data_dir: Path | None = option(None, "folder of the datasets", Path, SEARCHED)
-    download: bool = flag(
+    data_dir: Path | None = option(None, "folder of the datasets", shown=SEARCHED)
+    download: bool = option(
         False,
         "download missing files of mnist, fashion_mnist, cifar10 and cifar100, verifying checksums",
-        "no",
     )
 
     def __post_init__(self) -> None:

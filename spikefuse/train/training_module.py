@@ -14,16 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from spikefuse.data import (
-    cutmix,
-    cutout,
-    drop_events,
-    mixup,
-    random_erasing,
-    random_flip,
-    random_shift,
-    trivial_augment,
-)
+from spikefuse import data
 from spikefuse.distributed import gather_steps, shard_time
 from spikefuse.nn import Events, Temporal
 from spikefuse.train import batches, optimize
@@ -116,27 +107,27 @@ class TrainingModule(pl.LightningModule):
         """
         config = self.config
         if config.drop_events:
-            inputs = drop_events(inputs)
+            inputs = data.drop_events(inputs)
         if config.shift:
-            inputs = random_shift(inputs, config.shift)
+            inputs = data.random_shift(inputs, config.shift)
         if config.flip:
-            inputs = random_flip(inputs)
+            inputs = data.random_flip(inputs)
         if config.trivial_augment:
-            inputs = trivial_augment(inputs)
+            inputs = data.trivial_augment(inputs)
         if config.cutout:
-            inputs = cutout(inputs, config.cutout)
+            inputs = data.cutout(inputs, config.cutout)
         if config.erase:
-            inputs = random_erasing(inputs, probability=config.erase)
+            inputs = data.random_erasing(inputs, probability=config.erase)
         if not config.mixup and not config.cutmix:
             return inputs, labels
         one_hot = labels.unsqueeze(1) == torch.arange(self.task.outputs, device=labels.device)
         batch = inputs, one_hot.float()
         if not config.mixup:
-            return cutmix(*batch, config.cutmix)
-        mixed = mixup(*batch, config.mixup)
+            return data.cutmix(*batch, config.cutmix)
+        mixed = data.mixup(*batch, config.mixup)
         if not config.cutmix:
             return mixed
-        pasted = cutmix(*batch, config.cutmix)
+        pasted = data.cutmix(*batch, config.cutmix)
         first = torch.rand(len(inputs), device=inputs.device) < 0.5
         values, targets = (
             torch.where(first.view(-1, *[1] * (a.ndim - 1)), a, b)

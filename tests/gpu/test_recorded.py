@@ -136,6 +136,36 @@ def test_fused_spiking_networks(amp):
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_biases_and_scales_of_a_network_in_evaluation(gradients):
+    """All sums are exact, so that fused spikes equal those of PyTorch's layers."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 8, 3), sf.LIF(0.5, 0.5)]
+    for _ in range(3):
+        conv, norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8, eps=0.0)
+        nn.init.uniform_(norm.running_mean, -1, 1)
+        norm.running_var.copy_(4.0 ** torch.randint(-1, 2, (8,)))
+        layers += [conv, norm, sf.LIF(0.5, 0.5)]
+    net = sf.Temporal(nn.Sequential(*layers)).cuda().eval()
+    with torch.no_grad():
+        for tensor in (*net.parameters(), *(n for n in net.buffers() if n.dtype == torch.float32)):
+            tensor.copy_((8 * tensor).round() / 8 if tensor.abs().max() <= 1 else tensor)
+    fused = sf.fuse(copy.deepcopy(net), "recorded")
+    for batch in batches(10, (4, 6, 2, 8, 8)):
+        x = (8 * batch).round() / 8
+        with torch.set_grad_enabled(gradients):
+            found = [m(x) for m in (net, fused)]
+        assert 0.05 < found[0].mean() < 0.95
+        assert torch.equal(*found)
+    assert fused.fusion.summary.startswith("3 of 3 ")
+    assert fused.fusion.reports[0].num_biases == 1
+    if gradients:
+        for y in found:
+            y.square().sum().backward()
+        for a, b in zip(fused.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3)
+
+
 def test_evaluation_between_steps():
     def loop(net, parts):
         found = []
