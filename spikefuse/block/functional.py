@@ -145,8 +145,13 @@ def _mean_and_scale(norm: Norm) -> tuple[()] | tuple[Tensor, Tensor]:
         mean = mean.clone()
     if norm.scale is not None:
         return mean, norm.scale
-    scale = torch.rsqrt(variance + norm.eps)
+    scale = inverse_deviation(variance, norm.eps)
     return mean, scale if norm.weight is None else scale * norm.weight
+
+
+def inverse_deviation(variance: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(variance + eps), rounded as in training; `rsqrt` is an approximation on a GPU."""
+    return torch.sqrt(variance + eps).reciprocal()
 
 
 def reserve_counters(backend: str, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from spikefuse.block import batch_norm as batch_norms
 from spikefuse.block import functional
-from spikefuse.block.functional import Norm, Statistics
+from spikefuse.block.functional import Norm, Statistics, inverse_deviation
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.graph.nodes import arguments_of
 from spikefuse.kernels.running import Running
@@ -129,7 +129,7 @@ def norm_statistics(
 
 def scales(variances: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Sequence[Tensor]:
     """The scale of each of several norms with running statistics."""
-    inverse = torch.rsqrt(torch.cat([*variances]) + eps)
+    inverse = inverse_deviation(torch.cat([*variances]), eps)
     return (inverse * torch.cat([*weights])).split([len(x) for x in variances])
 
 

@@ -57,7 +57,7 @@ def expected_of_step(block, inputs, state, impl):
             mean, scale, _, _ = statistics(x, norm.weight, Running(), norm.eps, backend)
         else:
             mean = norm.running_mean
-            scale = torch.rsqrt(norm.running_var + norm.eps)
+            scale = torch.sqrt(norm.running_var + norm.eps).reciprocal()
             scale = scale if norm.weight is None else scale * norm.weight
         values += [mean, scale.detach()]
         shifts.append(torch.zeros_like(mean) if norm.bias is None else norm.bias.detach())
