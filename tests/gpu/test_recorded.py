@@ -142,14 +142,15 @@ def test_biases_and_scales_of_a_network_in_evaluation(gradients):
     torch.manual_seed(0)
     layers = [nn.Conv2d(2, 8, 3), sf.LIF(0.5, 0.5)]
     for _ in range(3):
-        conv, norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8, eps=0.0)
+        conv, norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8, eps=2.0**-10)
         nn.init.uniform_(norm.running_mean, -1, 1)
-        norm.running_var.copy_(4.0 ** torch.randint(-1, 2, (8,)))
+        norm.running_var.copy_(4.0 ** torch.randint(-1, 2, (8,)) - norm.eps)
         layers += [conv, norm, sf.LIF(0.5, 0.5)]
     net = sf.Temporal(nn.Sequential(*layers)).cuda().eval()
     with torch.no_grad():
-        for tensor in (*net.parameters(), *(n for n in net.buffers() if n.dtype == torch.float32)):
-            tensor.copy_((8 * tensor).round() / 8 if tensor.abs().max() <= 1 else tensor)
+        for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+            if not name.endswith(("running_var", "num_batches_tracked")):
+                tensor.copy_((8 * tensor).round() / 8)
     fused = sf.fuse(copy.deepcopy(net), "recorded")
     for batch in batches(10, (4, 6, 2, 8, 8)):
         x = (8 * batch).round() / 8
