@@ -179,7 +179,7 @@ def from_ann_steps(result: Result) -> Parts:
         measured: list[Result] = [c for c in row["contenders"] if "wall_ms" in c]
         sides = [[c for c in measured if c["name"].startswith(name)] for name in (JELLY, OURS)]
         before, after = (min(side, key=median) if side else {} for side in sides)
-        line: Result = {"T": row["T"], "dtype": row["dtype"]}
+        line: Result = {"step": row["row"]}
         for name, c in (("before", before), ("after", after)):
             line |= {name: value(c, "wall_ms"), f"{name} by": c.get("name", "–").partition(", ")[2]}
         line["ratio"] = median(before) / median(after) if before and after else None
@@ -193,7 +193,7 @@ def from_ann_steps(result: Result) -> Parts:
         )
     given = result["settings"]
     yield f"{given['model']} for images of 32 × 32, batches of {given['batch']}:"
-    yield table(lines, {"T": "T", "dtype": "dtype", "SpikingJelly, ms": "before", "by": "before by"}
+    yield table(lines, {"step": "step", "SpikingJelly, ms": "before", "by": "before by"}
                 | {"spikefuse, ms": "after", "by ": "after by", "ratio": "ratio"}
                 | {"MiB, SpikingJelly / spikefuse": "peaks"})  # fmt: skip
     yield f"{'. '.join(used.values())}."
