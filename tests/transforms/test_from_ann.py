@@ -111,7 +111,7 @@ def test_qcfs():
     assert y.tolist() == [0, 0, 0.5, 1, 1.5, 2]
     y.sum().backward()
     assert x.grad.tolist() == [0, 1, 1, 1, 1, 0]
-    with pytest.raises(ValueError, match="threshold, levels are 0"):
+    with pytest.raises(ValueError, match="threshold is 0: expected a positive"):
         sf.nn.QCFS(0)
 
 
