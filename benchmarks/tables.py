@@ -170,7 +170,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "online-cosine": online("cosine", " --batch 16"),
     "online-memory": online("memory", " --batch 16 --hidden 128"),
     "online-digits": online("digits", " --seeds 0 1 2 --iterations 200"),
-    "online-cues": online("cues", " --rules bptt e-prop --seeds 0 1 2"),
+    "online-cues": online("cues", " --seeds 0 1 2"),
     "gpu-tests": ("gpu_tests", each(sections.gpu_tests), SCRIPT.format("gpu_tests")),
     "papers": ("reproduce_*", training_sections.papers, SCRIPT.format("reproduce RECIPE")),
     "open-neuromorphic": (
