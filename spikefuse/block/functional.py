@@ -111,8 +111,8 @@ def run_block(
     inputs, states, own, _, scalars, passing = arguments
     wanted = wanted._replace(save=wanted.save or not rebuilds)
     if not by_batch:
-        found = [value for norm in norms for value in _mean_and_scale(norm)]
-        values = *found[:2], shift, *found[2:], *own
+        maps = [value for norm in norms for value in _mean_and_scale(norm)]
+        values = *maps[:2], shift, *maps[2:], *own
         params = [values[i] for i in order]
         return op.run(program, Arguments(inputs, states, params, (), scalars, passing), wanted)
     prologue, number = [shift], None

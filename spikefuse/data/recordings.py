@@ -5,7 +5,7 @@ Shape legend: E events, P polarities, H rows, W columns or units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,7 @@ class Recording:
                 raise DataError(f"{name} is not a list of whole numbers: {error}") from error
             empty = np.zeros(0, np.int64)  # an empty list is an array of floats
             object.__setattr__(self, name, empty if values.shape == (0,) else values)
-        sides = self.size if isinstance(self.size, Sequence) else ()
+        sides = tuple(self.size) if np.ndim(self.size) == 1 else ()
         is_whole = all(isinstance(n, int | np.integer) and n > 0 for n in sides)
         if len(sides) not in (1, 3) or not is_whole:
             raise DataError(f"size is {self.size!r}: expected (P, H, W), or (W,) for audio")

@@ -68,7 +68,7 @@ class Summand:
         late: how many of the views are after the product.
         factor: the other side of the product.
         path: the views from the norm to the neuron, last first, without those that are undone.
-        is_norm: whether it is a norm, or adds a bias, that a block can compute.
+        fits_block: whether it is a norm, or adds a bias, that a block can compute.
         obstacle: why it cannot.
     """
 
@@ -96,7 +96,7 @@ class Summand:
         self.obstacle = _obstacle(self.norm) or self._obstacle_of_factor()
 
     @property
-    def is_norm(self) -> bool:
+    def fits_block(self) -> bool:
         return not self.obstacle
 
     @property
@@ -196,7 +196,7 @@ def _match(scan: ScanNode, order: dict[fx.Node, int]) -> Match:
     summands, residual = [Summand(read, scan, views)], None
     if isinstance(read, fx.Node) and read.target in ADDITIONS:
         summands = _summands(read, scan, views, order)
-    norms = [s for s in summands if s.is_norm]
+    norms = [s for s in summands if s.fits_block]
     if not norms:
         raise NotFusible(summands[0].obstacle)
     dims = [dim_after(s.path, value(s.norm), 1) for s in norms]
@@ -205,7 +205,7 @@ def _match(scan: ScanNode, order: dict[fx.Node, int]) -> Match:
     channel = dims[0]
     if len(summands) > len(norms):
         residual = summands[len(norms)].end
-    if channel is None or (channel != 2 and (scan.states or scan.final)):
+    if not channel or (channel != 2 and (scan.states or scan.final)):  # 0 is time
         raise NotFusible("its channels are not a dim of the neuron's input")
     x = value(_settings(norms[0].norm)["input"])
     if x.dtype != value(scan.inputs[0]).dtype:
@@ -214,7 +214,7 @@ def _match(scan: ScanNode, order: dict[fx.Node, int]) -> Match:
         raise NotFusible(
             f"its input has {int(x.numel()):,} values: on a CPU, fusing helps from {MIN_VALUES:,}"
         )
-    reads = {storage_of(_settings(s.norm)["input"]) for s in norms}
+    reads = {storage_of(_settings(s.norm)[name]) for s in norms for name in ("input", "bias")}
     reads = {*reads, storage_of(residual), storage_of(norms[0].factor)} - {None}
     first, last = min(order[s.norm] for s in norms), order[scan.node]
     own = order[read] if read.target in IN_PLACE_ADDITIONS else -1
@@ -268,12 +268,12 @@ def _summands(
         raise NotFusible("its sum broadcasts, or changes the dtype")
     summands = [Summand(x, scan, after) for x in sides]
     for s in summands:
-        if s.is_norm and not has_one_reader(s.norm):
+        if s.fits_block and not has_one_reader(s.norm):
             s.obstacle = "its result is also read by something else"
-    if add.target in IN_PLACE_ADDITIONS and not summands[0].is_norm:
+    if add.target in IN_PLACE_ADDITIONS and not summands[0].fits_block:
         raise NotFusible("the sum changes another tensor in place")
     return sorted(
-        summands, key=lambda s: (s.is_norm, not s.only_shifts, order[s.norm]), reverse=True
+        summands, key=lambda s: (s.fits_block, not s.only_shifts, order[s.norm]), reverse=True
     )
 
 
@@ -325,8 +325,8 @@ def _settings(norm: fx.Node) -> dict[str, Any]:
     if not _adds_bias(norm):
         return arguments_of(norm, F.batch_norm)
     names = "input", "running_mean", "running_var", "weight", "bias"
-    given = dict.fromkeys(names) | {"input": norm, "bias": norm.args[2]}
-    return given | {"training": False, "momentum": 0.0, "eps": 0.0}
+    settings = dict.fromkeys(names) | {"input": norm, "bias": norm.args[2]}
+    return settings | {"training": False, "momentum": 0.0, "eps": 0.0}
 
 
 def _obstacle(node: fx.Node) -> str:

@@ -118,10 +118,12 @@ class Fusion:
         notes = [note for report in self.reports for note in report.notes]
         if not graphs and not notes:
             return "not captured yet: the first call does it"
-        count = f"{len(self.fused)} of {len(self.places)}"
-        text = f"{count} batch norms fused with the neuron after them"
-        if biases := sum(report.num_biases for report in self.reports):
-            text += f", and {biases} biases of convolutions"
+        biases = sum(report.num_biases for report in self.reports)
+        parts = [f"{len(self.fused)} of {len(self.places)} batch norms"]
+        if biases:
+            count = f"{biases} convolution bias{'es' * (biases > 1)}"
+            parts = [*(parts if self.places else []), count]
+        text = f"{' and '.join(parts)} fused with the neuron after them"
         if graphs > len(self.reports):
             text += f", in {graphs} graphs"
         return "; ".join([text, *notes])

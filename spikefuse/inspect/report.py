@@ -307,7 +307,8 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
     the energies; Chen et al., "Training Full Spike Neural Networks via Auxiliary Accumulation
     Pathway", 2023, for which inputs cost multiply-accumulates.
     """
-    if isinstance(batches, Tensor | Events) or not hasattr(batches, "__iter__"):
+    is_sequence = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if isinstance(batches, Tensor | Events) or not is_sequence:
         raise TypeError(
             f"batches is a {type(batches).__name__}: expected several inputs of the network, such "
             "as [x]"

@@ -16,7 +16,7 @@ Size = tuple[int, int]
 
 def pair(size: Size) -> Size:
     """Check the height and the width of the input."""
-    if not isinstance(size, Sequence) or len(size) != 2:
+    if isinstance(size, str) or not hasattr(size, "__len__") or len(size) != 2:
         raise TypeError(f"size is {size!r}: expected height and width, such as (28, 28)")
     return size
 

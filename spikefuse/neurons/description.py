@@ -129,7 +129,7 @@ _CONTAINERS = tuple, list, set, frozenset, dict
 # Immutable attributes.
 _CONSTANTS = (
     *(bool, int, float, str, type(None), type, Enum, torch.dtype, torch.device),
-    *(np.generic, FunctionType),
+    *(np.generic, FunctionType, ModuleType),
 )
 _BASES = {nn.Module, Holder, ABC, Generic, object}
 
@@ -164,7 +164,8 @@ def _functions(module: nn.Module) -> Iterator[Any]:
 
 def _is_method(value: Any) -> bool:
     """Whether an attribute of a class is a function of its instances, or a property."""
-    return hasattr(type(value), "__get__") and not isinstance(value, partial)
+    is_hashable = isinstance(value, Hashable)
+    return hasattr(type(value), "__get__") and is_hashable and not isinstance(value, partial)
 
 
 def _constant(owner: str, name: str, value: Any) -> Any:

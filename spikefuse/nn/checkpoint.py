@@ -155,7 +155,7 @@ def refuse_recomputation(layer: nn.Module) -> None:
         return
     if active.call is not None:
         called_inside.add(layer)
-    elif is_recomputed() and layer in called_inside:
+    elif layer in called_inside and is_recomputed():
         raise RuntimeError(_REFUSAL.format(type(layer).__name__))
 
 

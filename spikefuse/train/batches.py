@@ -77,7 +77,7 @@ def encode(inputs: Tensor, config: TrainConfig, share: slice = WHOLE) -> Tensor 
     return Events.from_dense(x) if config.on_events else x
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class EvalBatches:
     """All examples in order, in batches of at most `batch_size`.
 
@@ -121,7 +121,7 @@ class EvalBatches:
         return contents(batch, self.packed), batch.labels
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class TrainBatches(EvalBatches):
     """One epoch of shuffled batches per iteration, from the current position of the run.
 

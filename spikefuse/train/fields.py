@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import field, fields
+from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -52,6 +53,7 @@ def option(default: Any, help: str, allowed: Any = None, shown: str = "") -> Any
     return field(default=default, metadata=about)
 
 
+@cache
 def kinds(options: type) -> dict[str, Any]:
     """Return the type of each field of a dataclass for values other than None."""
     hints = get_type_hints(options)
@@ -61,7 +63,8 @@ def kinds(options: type) -> dict[str, Any]:
 
 def check_fields(options: Any) -> None:
     """Check each value of a dataclass against the type, choices or range of its field."""
-    own = kinds(type(options))
+    owner: Any = type(options)
+    own = kinds(owner)
     for f in fields(options):
         value = getattr(options, f.name)
         if value is not None or f.default is not None:

@@ -129,6 +129,51 @@ def test_biases_of_convolutions(name: str) -> None:
     assert found == (biases, norms)
 
 
+class OverSteps(nn.Module):
+    """A layer whose channels are the time steps, as in temporal attention, before a neuron."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.lif = layer, lif()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lif(self.layer(x.transpose(0, 1)).transpose(0, 1))
+
+
+@pytest.mark.parametrize("layer", [nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4)])
+def test_channels_that_are_time_steps(layer: nn.Module) -> None:
+    net, x = OverSteps(layer), torch.randn(4, 3, 6)
+    fused = sf.fuse(copy.deepcopy(net))
+    actual, expected = results(fused, x), results(net, x)
+    for name in ("first output", "first gradient", "evaluated"):
+        torch.testing.assert_close(actual[name], expected[name])
+    assert not fused.fusion.fused
+    assert not fused.fusion.reports[0].num_biases
+
+
+def bias_changed_later(n: Net, x: Tensor) -> Tensor:
+    y = n.lif(n.conv(x))
+    with torch.no_grad():
+        n.conv.bias.add_(0.01)
+    return y
+
+
+def test_a_bias_that_the_network_changes() -> None:
+    """A convolution does not save its bias for backward, and a block would."""
+    fused = compare(sf.Temporal(Net(bias_changed_later)), torch.randn(4, 3, 6, 5))
+    assert not fused.fusion.reports[0].num_biases
+
+
+def test_summary_of_biases() -> None:
+    net = sf.fuse(sf.Temporal(nn.Sequential(nn.Conv1d(6, 6, 3), lif())))
+    net(torch.randn(4, 3, 6, 5))
+    assert net.fusion.summary == "1 convolution bias fused with the neuron after them"
+    net = sf.fuse(sf.Temporal(Net(lambda n, x: n.lif(n.bn(n.lif2(n.conv(x)))))))
+    net(torch.randn(4, 3, 6, 5))
+    expected = "1 of 2 batch norms and 1 convolution bias fused with the neuron after them"
+    assert net.fusion.summary == expected
+
+
 def test_bias_in_bfloat16() -> None:
     """Sums of quarters are exact, so that no rounding differs."""
     net = nn.Sequential(nn.Conv2d(3, 4, 3), sf.LIF(0.5, 0.3))

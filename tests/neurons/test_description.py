@@ -680,3 +680,38 @@ def test_shallow_copies_see_their_own_assignments() -> None:
         assert (neuron.values()["decay"], other.values()["decay"]) == (0.5, decay)
     neuron.decay = 0.75
     assert (neuron.values()["decay"], other.values()["decay"]) == (0.75, 0.125)
+
+
+class Described:
+    """A descriptor that cannot be a key of a dictionary."""
+
+    __hash__ = None
+
+    def __get__(self, owner, kind=None):
+        return 0.5
+
+
+class WithModule(Neuron):
+    v, functions = State(), torch.nn.functional
+    surrogate_width = 2.0
+
+    def __init__(self):
+        super().__init__()
+        self.surrogate = surrogate.Sigmoid(self.surrogate_width)
+
+    def step(self, x, v):
+        h = self.functions.softplus(0.5 * v + x)
+        return self.surrogate(h - 1), (h,)
+
+
+def test_a_python_module_as_an_attribute_of_a_class():
+    x = torch.rand(3, 4)
+    torch.testing.assert_close(WithModule()(x), WithModule()(x, impl="reference"))
+
+
+def test_a_descriptor_without_a_hash_that_no_step_reads():
+    class Odd(WithModule):
+        decay = Described()
+
+    x = torch.rand(3, 4)
+    torch.testing.assert_close(Odd()(x), WithModule()(x))
