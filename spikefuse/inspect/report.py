@@ -309,10 +309,8 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
     """
     is_sequence = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if isinstance(batches, Tensor | Events) or not is_sequence:
-        raise TypeError(
-            f"batches is a {type(batches).__name__}: expected several inputs of the network, such "
-            "as [x]"
-        )
+        kind = type(batches).__name__
+        raise TypeError(f"batches is a {kind}: expected several inputs of the network, such as [x]")
     counter, saved = _Counter(net), None
     for batch in batches:
         inputs = batch if isinstance(batch, tuple) else (batch,)
