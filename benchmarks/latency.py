@@ -90,7 +90,8 @@ class Sample:
 
 
 def standardize(norm: Any, inputs: tuple[Tensor]) -> None:
-    """Set a norm's statistics to those of its input, as integers and a power of two."""
+    """Set the mean of a norm to that of its input, rounded to integers, and its scale to a power of
+    two."""
     (x,) = inputs
     norm.running_mean.copy_(x.mean((0, 2, 3)).round())
     norm.running_var.fill_(4.0 ** x.std().log2().round() - norm.eps)

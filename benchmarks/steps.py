@@ -148,7 +148,7 @@ def check_repeated(name: str, logits: Tensor, first: dict[str, Tensor], dtype: s
     """Compare the logits of a step with those of the first step of its network.
 
     Args:
-        first: the latter by network; those of a new one are added.
+        first: the logits of the first step of each network; a new network is added.
 
     Raises:
         AssertionError: they differ by more than `REPEATED`, or are not finite.

@@ -16,6 +16,7 @@ from spikefuse.block.block import Block
 from spikefuse.events.linear import EventLinear
 from spikefuse.kernels.norm import BatchNorm
 from spikefuse.neurons import IF, LI, LIF, PLIF, CubaLIF, DelayedResetLIF
+from spikefuse.neurons.checks import check_tensor
 from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.nn.delay import Delay
@@ -82,8 +83,7 @@ def to_nir(net: nn.Module, sample: Tensor, *, dt: float) -> Any:
     """
     nir, dt = package(), check_dt(dt)
     check_module("net", net)
-    if not isinstance(sample, Tensor):
-        raise TypeError(f"sample is a {type(sample).__name__}: expected a tensor [T, B, ...]")
+    check_tensor("sample", sample, " [T, B, ...]")
     for name, module in net.named_modules():
         if isinstance(module, EventLinear):
             raise ValueError(
