@@ -5,10 +5,10 @@
 
 CIFAR-10 is read as JPEG copies from `cifar10/cifar10_{train,test}_jpeg.npz` in the data folder,
 which are lossy: accuracies are close to those on the original images, but not the same. All
-networks are `sew_resnet18` for small images, or another of our ResNets or transformers, with the
-same weights at the start, batches, augmentation and schedule: SGD with Nesterov momentum or AdamW,
-a one-cycle learning rate, label smoothing, bfloat16 and channels-last. The images are on the device
-as bytes. Without neurons, attention is between ReLUs.
+networks are `sew_resnet18` for small images, or another of our ResNets, VGG11 or transformers, with
+the same weights at the start, batches, augmentation and schedule: SGD with Nesterov momentum or
+AdamW, a one-cycle learning rate, label smoothing, bfloat16 and channels-last. The images are on the
+device as bytes. Without neurons, attention is between ReLUs.
 
 A spiking network runs T steps of LIF neurons on the same image, with soft resets without gradients
 and a triangular surrogate. Its first epochs may train one step (`--early`), which takes a fraction
@@ -55,7 +55,7 @@ from spikefuse.train.seeding import Purpose, reseed
 
 OURS, JELLY, RELU = NAMES = (layers.OURS, "spikingjelly", "relu")
 RESNETS = ("sew_resnet18", "sew_resnet34", "ms_resnet18", "ms_resnet34", "resnet18", "resnet34")
-MODELS = (*RESNETS, "spikformer", "qkformer")
+MODELS = (*RESNETS, "vgg11", "spikformer", "qkformer")
 OPTIMIZERS = ("sgd", "adamw")
 
 
@@ -71,7 +71,7 @@ MOMENTUM, EVAL_BATCH = 0.9, 1000
 LAST_SIGMA = 0.5  # of the bumps of learned delays, in steps
 QUICK = {"epochs": 2, "batch": 8, "T": 2}
 # Options that change no row.
-PLACES = ("checkpoints", "data_dir", "names", "rounds", "seconds", "seeds", "started")
+PLACES = ("checkpoints", "names", "rounds", "seconds", "seeds", "started")
 # Parts of a training step. A step that ends after one of them has run those before it too.
 PARTS = ("augmentation", "forward", "backward", "optimizer")
 
@@ -294,6 +294,7 @@ def add_image_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> 
     add("--shift", type=int, default=4, help="pixels (4)")
     add("--cutout", type=int, default=16, help="side in pixels (16)")
     add("--cutmix", type=float, default=0.0, help="alpha, 0 for none (0)")
+    add("--trivial-augment", action="store_true", help="change images by TrivialAugment")
 
 
 def load_images(args: argparse.Namespace) -> tuple[list[Images], str]:
@@ -388,6 +389,8 @@ class ImageRun(Run):
     def _step(self, pixels: Tensor, labels: Tensor, steps: int, last: str = PARTS[-1]) -> Tensor:
         args, targets = self.args, labels
         pixels = data.random_flip(data.random_shift(pixels, args.shift))
+        if args.trivial_augment:
+            pixels = data.trivial_augment(pixels)
         pixels = data.cutout(pixels, args.cutout)
         if args.cutmix:
             one_hot = targets.unsqueeze(1) == torch.arange(CLASSES, device=self.device)

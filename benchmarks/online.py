@@ -22,9 +22,10 @@ delay (Bellec et al., Nature Communications 11, 2020, Fig. 3). 100 recurrent neu
 adaptive, whose filtered spikes a linear readout reads in the last 150 steps; Adam, and a penalty on
 rates that differ from 10 Hz. There is no refractory period. `--delay` shortens the 1,050 steps.
 
-`digits`: the 8x8 digits of scikit-learn, or MNIST (`--data mnist`), row after row; 128 recurrent
-adaptive neurons. There is a row for each rule, seed and evaluation, with the share of right
-answers on examples that were not trained.
+`digits`: the 8x8 digits of scikit-learn, or MNIST (`--data mnist`), row after row, or the spoken
+digits of `benchmarks.spoken_digits` (`--data shd`), where every step answers; the network of
+`cues`. There is a row for each rule and seed, with the share of right answers on examples that were
+not trained.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -51,7 +52,10 @@ from benchmarks import plots, runner
 from benchmarks.jelly import spikingjelly
 from benchmarks.layers import OURS
 from benchmarks.runner import EAGER, GRAPH, Contender, Record, Timing, contender_of, measure
+from benchmarks.spoken_digits import CLASSES, HELD_OUT, INPUTS, RECORDINGS, spikes
 from spikefuse import data
+from spikefuse.data import Frames, split
+from spikefuse.data.files import default_directory
 
 BPTT, *RULES = ALL = ("bptt", "sltt", "ottt", "e-prop", "d-rtrl")
 DECAY, WIDTH = 0.9, 4.0
@@ -71,12 +75,13 @@ def main(argv: list[str] | None = None) -> Path:
     add("--every", type=int, default=20, help="training steps between evaluations (20)")
     add("--delay", type=int, default=1050, help="steps between the cues and the answer (1050)")
     add("--feedback", default="symmetric", choices=("symmetric", "random", "adaptive"))
-    add("--data", default="digits", choices=("digits", "mnist"), help="of digits (digits)")
+    add("--data", default="digits", choices=("digits", "mnist", "shd"), help="of digits (digits)")
+    add("--data-dir", type=Path, default=default_directory(), help="data folder")
     args = runner.parse(parser, argv)
     if args.quick:
         args.T, args.batch, args.hidden, args.iterations, args.every = 5, 4, 8, 2, 1
         args.delay = 10
-    args.usual_name = f"online_{args.what}"
+    args.usual_name = f"online_{args.what if args.data == 'digits' else args.data}"
     cases = {"time": times, "memory": memories, "cosine": cosines, "cues": tasks, "digits": tasks}
     torch.manual_seed(0)
     plot = plots.online_memory if args.what == "memory" else None
@@ -290,7 +295,9 @@ class Reservoir(nn.Module):
 
 
 def cues(batch: int, delay: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Spikes `[T, B, 40]` of ten neurons each for left, right, the answer and noise; labels."""
+    """Spikes `[T, B, 40]` of ten neurons each for left, right, the answer and noise; labels. A
+    negative batch has as many examples."""
+    batch = abs(batch)
     bias = torch.where(torch.rand(batch, 1) < 0.5, 0.3, 0.7)
     sides = (torch.rand(batch, 7) < bias).long()
     rates = torch.zeros(7 * 150 + delay + 150, batch, 4, 10)
@@ -302,16 +309,22 @@ def cues(batch: int, delay: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.bernoulli(rates).flatten(2).to(device), (sides.sum(1) > 3).long().to(device)
 
 
-def rows_of_images(name: str, device: torch.device) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Return a function that draws rows of pixels `[T, B, side]`, each for five steps, and labels;
-    of training images, or for a negative batch of test images."""
-    parts = [(images.pixels.float() / 255, images.labels) for images in data.load(name)]
+def examples(args: argparse.Namespace, seed: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Return a function that draws rows of pixels `[T, B, side]`, each for five steps, or spikes
+    `[T, B, units]`, and labels; of training examples, or for a negative batch of test examples."""
+    if args.data == "shd":
+        recordings = Frames(*spikes(args.data_dir / RECORDINGS), (INPUTS,), bits=1)
+        parts: Sequence[Any] = split(recordings, HELD_OUT, seed)
+    else:
+        parts = data.load(args.data, args.data_dir)
 
     def draw(batch: int) -> tuple[Tensor, Tensor]:
-        pixels, labels = parts[batch < 0]
-        i = torch.randint(len(labels), (abs(batch),))
-        rows = pixels[i].squeeze(1).transpose(0, 1).repeat_interleave(5, 0)
-        return rows.to(device), labels[i].to(device)
+        part = parts[batch < 0]
+        chosen = part[torch.randint(len(part), (abs(batch),))]
+        x = chosen.pixels.transpose(0, 1).float()
+        if args.data != "shd":
+            x = chosen.pixels.squeeze(1).transpose(0, 1).repeat_interleave(5, 0) / 255
+        return x.to(args.device), chosen.labels.to(args.device)
 
     return draw
 
@@ -326,14 +339,13 @@ def train(args: argparse.Namespace, rule: str, seed: int) -> Record:
     device = torch.device(args.device)
     torch.manual_seed(seed)
     if args.what == "cues":
+        draw = partial(cues, delay=args.delay, device=device)
         inputs, classes, tau_a, answer = 40, 2, 2000.0, 150
-
-        def draw(batch: int) -> tuple[Tensor, Tensor]:
-            return cues(abs(batch), args.delay, device)
     else:
-        draw = rows_of_images(args.data, device)
+        draw = examples(args, seed)
         x, _ = draw(1)
-        inputs, classes, tau_a, answer = x.shape[-1], 10, float(len(x)), 5
+        inputs, tau_a = x.shape[-1], float(len(x))
+        classes, answer = (CLASSES, len(x)) if args.data == "shd" else (10, 5)
     net = sf.Temporal(Reservoir(inputs, 8 if args.quick else 100, classes, tau_a)).to(device)
     learner = sf.Online(net, rule, args.feedback if rule == "e-prop" else "symmetric")
     optimizer = torch.optim.Adam([p for p in learner.parameters() if p.requires_grad], lr=5e-3)

@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> Path:
     args = runner.parse(parser, argv)
     args.finetuning = 1 if args.quick else args.finetuning
     args.usual_name = f"quantize_{Path(args.network).stem}"
-    settings = {k: v for k, v in runner.settings_of(args).items() if k != "data_dir"}
+    settings = runner.settings_of(args)
     with cudnn_search(torch.device(args.device)):
         return runner.write_rows(args, rows(args), settings)
 

@@ -402,7 +402,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
 
 
 def settings_of(args: argparse.Namespace) -> Record:
-    others = "out", "quick", "device", "name", "usual_name"
+    others = "out", "quick", "device", "name", "usual_name", "data_dir"
     return {k: v for k, v in vars(args).items() if k not in others}
 
 

@@ -55,6 +55,7 @@ DELAYS = f"{OURS}, delays"
 NAMES = (OURS, FEED_FORWARD, DELAYS, SE_ADLIF, RADLIF, SNNTORCH, SNNTORCH_GRAPH)
 DECAY, SLOPE = 0.9, 25.0  # of the neurons, and of their fast sigmoid: the default of snnTorch
 MAX_DELAY, DELAY_RATE = 24, 10.0
+RECORDINGS = Path("shd", "shd_test_10ms.npz")
 HELD_OUT, INPUTS, CLASSES = 0.2, 700, 20
 QUICK = {"epochs": 2, "batch": 8, "hidden": [16, 16]}
 
@@ -66,8 +67,8 @@ def main(argv: list[str] | None = None) -> Path:
     add("--hidden", type=int, nargs="+", default=[360, 360], help="neurons of each layer (360 360)")
     add("--dtype", default="float32", choices=DTYPES, help="of autocast (float32: none)")
     args = accuracy.parse(parser, argv, QUICK)
-    path = args.data_dir / "shd" / "shd_test_10ms.npz"
-    recordings = Frames(*(random_spikes() if args.quick else spikes(path)), (INPUTS,), bits=1)
+    found = random_spikes() if args.quick else spikes(args.data_dir / RECORDINGS)
+    recordings = Frames(*found, (INPUTS,), bits=1)
     args.T, args.early = recordings.num_steps, 0
 
     def load(seed: int) -> list[Frames]:
