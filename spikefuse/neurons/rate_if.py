@@ -20,9 +20,13 @@ class RateIF(Neuron):
     first step, input `x`, spike `s` and the excess `n` of positive over negative spikes::
 
         h = v + (x + shift) / threshold
-        s = 1 if h >= 1, -1 if h < 0 and negative spikes are allowed, else 0
+        p = 1 if h >= 1 else 0
+        q = 1 if h >= 0 else 0
+        s = p - (1 - q) if negative spikes are allowed, else p
         v = h - s,  n = n + s
         y = threshold * s
+
+    The surrogate replaces the derivatives of `p` and `q`; no gradient flows through `n`.
 
     For an input with the mean `m` over T steps, the mean of `y` is `threshold` times
     clip(floor(T * m / threshold + 0.5) / T, 0, 1) if the input is constant. If it varies, negative
