@@ -435,7 +435,7 @@ def test_files_that_ask_whether_torch_compile_traces() -> None:
     found = [f for f in sorted(PACKAGE.rglob("*.py")) if "is_traced()" in f.read_text()]
     names = {module_name(PACKAGE, file) for file in found}
     assert names == {
-        *("neurons.spike", "neurons.surrogate", "nn.checkpoint", "nn.temporal"),
+        *("neurons.checks", "neurons.spike", "neurons.surrogate", "nn.checkpoint", "nn.temporal"),
         *("scan.checks", "scan.op", "scan.per_neuron"),
     }
 

@@ -18,9 +18,9 @@ from spikefuse import _torch
 from spikefuse.compiler.adjoint import reverse_step
 from spikefuse.compiler.trace import trace_step
 from spikefuse.memory import spikes
+from spikefuse.neurons import checks
 from spikefuse.nn import Recurrent, call
-from spikefuse.scan import checks, recurrent
-from spikefuse.scan.checks import is_plain
+from spikefuse.scan import recurrent
 
 NAMES = [
     "utils._python_dispatch.TorchDispatchMode",
@@ -112,7 +112,7 @@ def test_calls_by_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _torch.num_dispatch_modes() == 0
     expected = train(network())
     monkeypatch.setattr(checks, "num_dispatch_modes", _torch.one)
-    assert not is_plain((torch.ones(2),))
+    assert not checks.is_plain((torch.ones(2),))
     check_equal(train(network()), expected)
 
 

@@ -18,8 +18,8 @@ from spikefuse.block.training import BlockCall
 from spikefuse.kernels.norm import merge_statistics, statistics
 from spikefuse.kernels.running import Running, update_running_stats
 from spikefuse.kernels.threads import import_module
+from spikefuse.neurons.checks import is_plain
 from spikefuse.scan import op
-from spikefuse.scan.checks import is_plain
 from spikefuse.scan.execution import execution_of
 from spikefuse.scan.program import CHANNEL, SCALAR
 from spikefuse.scan.records import Arguments, Results, Wanted

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from spikefuse.neurons.definition import Neuron, State, States
-from spikefuse.neurons.parameters import Value, number, positive
+from spikefuse.neurons.parameters import Value, number, one_of, positive
 from spikefuse.neurons.surrogate import Surrogate, checked
 
 Negative = Literal["never", "undo", "always"]
@@ -68,14 +68,10 @@ class RateIF(Neuron):
         surrogate: Surrogate | None = None,
     ) -> None:
         super().__init__()
-        self.threshold = positive("threshold", threshold)
-        if negative not in get_args(Negative):
-            raise ValueError(
-                f"negative is {negative!r}: expected one of {', '.join(get_args(Negative))}"
-            )
-        self.negative = negative
-        self.shift = number("shift", shift)
-        self.surrogate = checked(surrogate)
+        self.threshold = self._option("threshold", threshold, positive)
+        self.negative = self._option("negative", negative, one_of, *get_args(Negative))
+        self.shift = self._option("shift", shift, number)
+        self.surrogate = self._option("surrogate", surrogate, checked)
 
     def step(self, x: Tensor, v: Tensor, n: Tensor) -> tuple[Tensor, States]:
         h = v + (x + self.shift) / self.threshold

@@ -56,7 +56,7 @@ class TernaryLIF(LIF):
     ) -> None:
         super().__init__(
             decay,
-            positive("threshold", threshold),
+            self._option("threshold", threshold, positive),
             decay_input=decay_input,
             v_reset=v_reset,
             reset=reset,

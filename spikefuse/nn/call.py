@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from spikefuse._torch import top_saved_tensors_hooks
 from spikefuse.memory.policies import Policy, Recompute
 from spikefuse.memory.spikes import MIN_VALUES, RecordingHook, Spikes, unpack
+from spikefuse.neurons.checks import is_plain
 from spikefuse.neurons.definition import States
-from spikefuse.scan.checks import is_plain
 from spikefuse.scan.layout import unflatten_steps
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.state_passing import StatePassing

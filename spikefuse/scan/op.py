@@ -16,15 +16,10 @@ import torch
 from torch import Tensor
 
 from spikefuse._torch import is_traced
+from spikefuse.neurons.checks import is_plain
 from spikefuse.neurons.definition import Neuron, with_outputs
 from spikefuse.scan import microbatches
-from spikefuse.scan.checks import (
-    check_backend,
-    check_param,
-    is_plain,
-    refuse_export,
-    refuse_transforms,
-)
+from spikefuse.scan.checks import check_backend, check_param, refuse_export, refuse_transforms
 from spikefuse.scan.double_backward import no_double_backward, refuse_double_backward
 from spikefuse.scan.execution import Execution, execution_of
 from spikefuse.scan.microbatches import Gradients
