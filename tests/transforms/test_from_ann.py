@@ -124,6 +124,9 @@ def test_thresholds():
     assert layer.clipped == pytest.approx(0.25, abs=0.01)
     neuron = sf.from_ann(net, x, 8, share=1.0, per_channel=True).net.get_submodule("0")
     torch.testing.assert_close(neuron.threshold, torch.tensor([1.0, 3.0]), rtol=0, atol=0.01)
+    # All values of a layer with few of them count.
+    few = torch.arange(1.0, 65.0).unsqueeze(1)
+    assert sf.from_ann(net, few, 64).net.get_submodule("0").threshold == 64
     # One outlier costs more than it brings where there are few levels.
     outlier = torch.cat([x, torch.full((1, 2), 30.0)])
     assert sf.from_ann(net, outlier, 4).net.get_submodule("0").threshold < 10
