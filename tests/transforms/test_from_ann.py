@@ -246,6 +246,8 @@ def test_refused():
         sf.from_ann(nn.ReLU(), x, also=nn.GELU)
     with pytest.raises(TypeError, match="data has a dict"):
         sf.from_ann(nn.ReLU(), [{"x": x}])
+    with pytest.raises(RuntimeError, match=r"cannot be multiplied \(4x3 and 5x2\)$"):
+        sf.from_ann(nn.Sequential(nn.Linear(5, 2), nn.ReLU()), x)
     with pytest.raises(ValueError, match="num_steps, share are 8, 2"):
         sf.from_ann(nn.ReLU(), x, share=2)
     with pytest.raises(ValueError, match="negative is 'maybe'"):
