@@ -127,10 +127,23 @@ def norm_statistics(
     return functional.norm_statistics(x, weight, eps, running, backend, collectives)
 
 
-def scales(variances: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Sequence[Tensor]:
-    """The scale of each of several norms with running statistics."""
-    inverse = inverse_deviation(torch.cat([*variances]), eps)
-    return (inverse * torch.cat([*weights])).split([len(x) for x in variances])
+def with_scales(norms: Sequence[Norm]) -> list[Norm]:
+    """Norms with running statistics and one eps, with their scales, and all vectors in float32."""
+    names = "variance", "weight", "mean", "bias"
+    variances, weights, means, biases = ([getattr(n, name) for n in norms] for name in names)
+    inverse = inverse_deviation(torch.cat(variances), norms[0].eps)
+    scales = (inverse * torch.cat(weights)).split([len(x) for x in variances])
+    means, biases = _in_float32(means), _in_float32(biases)
+    vectors = zip(norms, scales, means, biases, strict=True)
+    return [norm._replace(scale=s, mean=mean, bias=bias) for norm, s, mean, bias in vectors]
+
+
+def _in_float32(vectors: list[Tensor | None]) -> list[Tensor | None]:
+    half = [x for x in vectors if x is not None and x.dtype != torch.float32]
+    if not half:
+        return vectors
+    converted = iter(torch.cat(half).to(torch.float32).split([len(x) for x in half]))
+    return [x if x is None or x.dtype == torch.float32 else next(converted) for x in vectors]
 
 
 def run_block(
