@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +45,6 @@ FOREIGN = {
 
 #: What `layers_with_states` returns, or refuses.
 LAYERS = (Neuron, OnSequences, *SEQUENTIAL)
-
-#: By container; not an attribute, which copies would share.
-_listed: WeakKeyDictionary[Temporal, Modules] = WeakKeyDictionary()
 
 
 class SparseSequence(Protocol):
@@ -151,6 +147,8 @@ class Temporal(nn.Module):
         self.passing: StatePassing | None = None
         #: Runs `run_folded` as a fused graph, see `spikefuse.fuse`; None to call it.
         self.captured: Callable[..., Any] | None = None
+        #: The layers inside that may have states.
+        self.listed = Modules(LAYERS, "net")
 
     def extra_repr(self) -> str:
         shown = ["batch_first=True"] if self.batch_first else []
@@ -172,11 +170,7 @@ class Temporal(nn.Module):
         **kwargs: Any,
     ) -> Any:
         traced = is_traced()
-        modules: list[nn.Module] = []
-        listed = None
-        if not traced:
-            known = _listed.get(self) or _listed.setdefault(self, Modules(LAYERS, "net"))
-            modules, listed = known.of(self.net)
+        modules, listed = ([], None) if traced else self.listed.of(self.net)
         layers = layers_with_states(self.net, listed=listed)
         sequences = self._sequences(inputs, kwargs)
         if impl not in IMPLEMENTATIONS:
