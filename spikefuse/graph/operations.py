@@ -13,16 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from spikefuse import reference
 from spikefuse.block import batch_norm as batch_norms
 from spikefuse.block import functional
 from spikefuse.block.functional import Norm, Statistics, inverse_deviation
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.graph.nodes import arguments_of
 from spikefuse.kernels.running import Running
+from spikefuse.neurons.description import bind
 from spikefuse.nn import pool
 from spikefuse.nn.call import active, mark_binary, saving_spikes
 from spikefuse.scan import op
-from spikefuse.scan.program import program
+from spikefuse.scan.program import CHANNEL, FLOAT, SCALAR, program
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.state_passing import StatePassing
 
@@ -109,6 +111,18 @@ def scan(program: str, *given: Any) -> list[Tensor]:
     inputs, states, params, _, scalars, _, final = given
     arguments = Arguments(inputs, states, params, (), scalars, _passing())
     return _finish(op.run(program, arguments, Wanted(final, active.spikes is not None)))
+
+
+def run_steps(name: str, *given: Any) -> list[Tensor]:
+    """`scan` by the eager loop, whose operations Inductor compiles."""
+    inputs, states, params, _, scalars, _, final = given
+    own = program(name)
+    values = dict(zip(own.params(SCALAR, CHANNEL), params, strict=True))
+    values |= zip(own.params(FLOAT), scalars, strict=True)
+    # What has no effect on a step is not an argument of its program.
+    values = {label: values.get(label, 0.0) for label in own.definition.values()}
+    outputs, finals = reference.scan(bind(own.definition, values), tuple(inputs), states or None)
+    return [*outputs, *(finals if final else ())]
 
 
 def norm_statistics(
