@@ -30,7 +30,8 @@ PACKAGES: dict[str, set[str]] = {
     | {"memory.policies", "memory.spikes", "memory.saved_tensors"},
     "block": {"nn", "scan", "reference", "kernels", "neurons", "memory.policies"},
     "events": {"nn", "scan", "kernels", "neurons"},
-    "graph": {"memory", "block", "nn", "scan", "kernels", "neurons", "transforms.tables"},
+    "graph": {"memory", "block", "nn", "scan", "reference", "kernels", "neurons"}
+    | {"transforms.tables"},
     "transforms": {"graph", "block", "nn", "reference", "kernels", "neurons", "isolated"}
     | {"events.linear"},
     "distributed": {"transforms", "memory", "block", "events", "nn", "scan", "kernels", "neurons"},

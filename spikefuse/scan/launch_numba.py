@@ -50,7 +50,10 @@ class _Launch:
             # Each thread's range of neurons has sums of its own.
             rows = torch.get_num_threads()
             partial = torch.zeros((len(sums), rows, channels), dtype=torch.float64)
-        tensors = [p for p in params if isinstance(p, Tensor)]
+        tensors: list[Tensor] = []
+        for p in params:
+            if isinstance(p, Tensor):
+                tensors.append(p)
         totals = () if partial is None else partial.unbind(0)
         values = iter(arrays((*sequences, *states, *totals, *tensors), are_large=True))
         arguments: list[Any] = [rows, *self.sizes]
