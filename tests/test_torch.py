@@ -19,7 +19,7 @@ from spikefuse import _torch
 from spikefuse.compiler.adjoint import reverse_step
 from spikefuse.compiler.trace import trace_step
 from spikefuse.memory import spikes
-from spikefuse.neurons import checks
+from spikefuse.neurons.checks import is_plain
 from spikefuse.nn import Recurrent, call
 from spikefuse.scan import recurrent
 
@@ -112,8 +112,9 @@ def test_the_reference_is_what_kernels_compute() -> None:
 def test_calls_by_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _torch.num_dispatch_modes() == 0
     expected = train(network())
-    monkeypatch.setattr(checks, "num_dispatch_modes", _torch.one)
-    assert not checks.is_plain((torch.ones(2),))
+    for module in ("neurons", "scan"):
+        monkeypatch.setattr(f"spikefuse.{module}.checks.num_dispatch_modes", _torch.one)
+    assert not is_plain((torch.ones(2),))
     check_equal(train(network()), expected)
 
 
