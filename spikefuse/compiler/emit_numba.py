@@ -45,6 +45,16 @@ class NumbaEmitter(Variables):
     #: Parameters with one value per channel that a kernel reads.
     rows: list[str]
 
+    @property
+    def totals(self) -> list[str]:
+        """Gradients of parameters with one value, which are added up over neurons at once."""
+        return [g for g in self.grads if g[1:] in self.tensors]
+
+    @property
+    def grad_rows(self) -> list[str]:
+        """The other gradients of parameters, which are added up over time first."""
+        return [g for g in self.grads if g not in self.totals]
+
     def source(self, kernels: Sequence[str] = KERNELS) -> str:
         texts = ["\n".join(getattr(self, kernel)()) for kernel in kernels]
         return self.header.format(name=self.step.name) + "\n" + "\n\n\n".join(texts)
@@ -93,16 +103,19 @@ class NumbaEmitter(Variables):
         """Emit the rows of the gradients after the last step."""
         place = f"{self.origin}, {self.size}"
         rows = self.each_state(f"load_row({{g}}_row, {{v}}_gfinal, {place}, f32(0.0))")
-        return rows + [f"fill_row({g}_row, {self.size}, f32(0.0))" for g in self.grads]
+        rows += [f"{g}_total = 0.0" for g in self.totals]
+        return rows + [f"fill_row({g}_row, {self.size}, f32(0.0))" for g in self.grad_rows]
 
     def store_rows(self, role: str, name: str) -> list[str]:
         return self.each_state(f"store_row({{v}}_{role}, {self.origin}, {name}_row, {self.size})")
 
     def add_gradients(self, into: str, place: str) -> list[str]:
         """Add the gradients of parameters to their sums."""
-        return [
-            f"add_by_channel({g}_row, {self.size}, {g}_data, first * rows // {into}, {place})"
-            for g in self.grads
+        start = f"first * rows // {into}"
+        lines = [f"{g}_data[{start}] += {g}_total" for g in self.totals]
+        return lines + [
+            f"add_by_channel({g}_row, {self.size}, {g}_data, {start}, {place})"
+            for g in self.grad_rows
         ]
 
     def forward_body(self) -> list[str]:
@@ -121,8 +134,10 @@ class NumbaEmitter(Variables):
     def reverse_body(self) -> list[str]:
         """Emit the reverse of one step of neuron i."""
         results, split = self.reverse.results("numba"), len(self.gxs)
-        rows = [*self.gvs, *self.grads]
+        found = dict(zip([*self.gvs, *self.grads], results[split:], strict=True))
+        rows = [*self.gvs, *self.grad_rows]
         return [
+            *(f"{g} = f32(0.0)" for g in self.totals),
             *self.load_all([*self.xs, *self.gys], "_data", "{}_at + i"),
             *self.receive(self.gys[0]),
             *self.load_all(self.vs, *self.past),
@@ -131,7 +146,8 @@ class NumbaEmitter(Variables):
             *self.reverse.lines("numba"),
             *self.store_all(self.gxs, *self.result, results[:split]),
             *self.send(results),
-            *self.store_all(rows, "_row", self.index, results[split:]),
+            *self.store_all(rows, "_row", self.index, [found[name] for name in rows]),
+            *(f"{g}_sum = add({g}_sum, {found[g]})" for g in self.totals),
         ]
 
     def receive(self, name: str, current: str = "") -> list[str]:
@@ -150,12 +166,14 @@ class NumbaEmitter(Variables):
 
         Blocks of whole samples have the same rows of channel values, which are filled once.
         """
-        integers = "T, N, inner, channels, channel_inner, streamed"
+        integers = "T, N, inner, channels, channel_inner, streamed, addresses"
         graph = self.step.graph if name == "forward" else self.reverse
         used = graph.used() | self.advance.used()
         arrays = [*strided(sequences), *pointers]
+        places = [*(f"{x}_data" for x in sequences), *pointers]
         lines = [
             *self.signature(name, integers, arrays, used),
+            *(f"    {place} = at({place}, addresses[{i}])" for i, place in enumerate(places)),
             *indent([*buffers, *_rows(self.rows)], 1),
             "    period, phase = channels * channel_inner, -1",
             "    block = SHORT_BLOCK if T <= SHORT else BLOCK",
@@ -196,7 +214,7 @@ class NumbaEmitter(Variables):
         pointers = self.each_state("{v}_start", "{v}_saved", "{v}_gfinal", "{v}_gstart")
         pointers += [f"{g}_data" for g in self.grads]
         buffers = self.each_state("{v}_past = np.empty(min(T, CHUNK) * BLOCK, np.float32)")
-        buffers += _rows([*self.gvs, *self.grads]) + _stream_buffers(self.gxs)
+        buffers += _rows([*self.gvs, *self.grad_rows]) + _stream_buffers(self.gxs)
         lines = self.head("backward", sequences, pointers, buffers)
         body = [
             *self.first_gradient_rows(),
@@ -207,7 +225,7 @@ class NumbaEmitter(Variables):
             "    for k in range(steps - 1, -1, -1):",
             "        past = k * BLOCK",
             *(f"        {x}_at = {x}_base + (start + k) * {x}_time" for x in sequences),
-            *indent(_pieces(self.gxs, self.reverse_body()), 2),
+            *indent(_pieces(self.gxs, self.reverse_body(), self.totals), 2),
             *self.store_rows("gstart", "{g}"),
             *self.add_gradients("N * channels", "base, channels, channel_inner"),
             "base += m",
@@ -240,8 +258,9 @@ def strided(sequences: Sequence[str]) -> list[str]:
     return [f"{s}_{kind}" for s in sequences for kind in ("data", "time", "outer")]
 
 
-def _pieces(results: Sequence[str], body: Sequence[str]) -> list[str]:
-    """Emit the loop over the neurons of a block, with `body` for neuron i.
+def _pieces(results: Sequence[str], body: Sequence[str], totals: Sequence[str] = ()) -> list[str]:
+    """Emit the loop over the neurons of a block, with `body` for neuron i, which adds to the sums
+    of `totals`.
 
     The body writes `results` in place, or to a short buffer that is then streamed past the caches:
     an ordinary store would first read memory that does not fit into them.
@@ -250,7 +269,9 @@ def _pieces(results: Sequence[str], body: Sequence[str]) -> list[str]:
     for y in results:
         buffered = f"({y}_buffer, -piece) if streamed else ({y}_data, {y}_at)"
         lines.append(f"    {y}_out, {y}_first = {buffered}")
+    lines += [f"    {g}_sum = f32(0.0)" for g in totals]
     lines += ["    for i in range(piece, end):", *indent(body, 2)]
+    lines += [f"    {g}_total += {g}_sum" for g in totals]
     for y in results:
         arguments = f"{y}_data, {y}_at + piece, {y}_buffer, end - piece"
         lines.append(f"    if streamed: stream({arguments})")

@@ -54,7 +54,9 @@ from spikefuse.kernels.numba_math import (
 from spikefuse.kernels.threads import hold_at_fork, on_thread
 
 __all__ = [
+    "add",
     "add_by_channel",
+    "at",
     "channel_rows",
     "cos",
     "erf",
@@ -184,6 +186,22 @@ def element(context: Any, builder: Any, array_type: Any, array: Any, index: Any)
     return builder.gep(data, [index], inbounds=True)
 
 
+@_intrinsic
+def at(typing_context: Any, like: Any, address: Any) -> Any:
+    """Return the memory from an address on, as an array of the type of `like`; its size is 0 at
+    address 0, and larger than any index elsewhere."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(like)(context, builder, args[0])
+        array.data = builder.inttoptr(args[1], array.data.type)
+        array.meminfo = cgutils.get_null_value(array.meminfo.type)
+        array.nitems = args[1]
+        array.shape = cgutils.pack_array(builder, [args[1]])
+        return array._getvalue()
+
+    return like(like, types.intp), generate
+
+
 @_intrinsic(prefer_literal=True)
 def load(typing_context: Any, array: Any, index: Any, slot: Any) -> Any:
     """Return `array[index]` as float32."""
@@ -216,6 +234,16 @@ def store(typing_context: Any, array: Any, index: Any, value: Any, slot: Any) ->
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32, slot), generate
+
+
+@_intrinsic
+def add(typing_context: Any, total: Any, value: Any) -> Any:
+    """Return `total + value`, which a loop may add up in any order, and thus in vectors."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fadd(*args, flags=("reassoc",))
+
+    return types.float32(types.float32, types.float32), generate
 
 
 # Bytes per cache line.
