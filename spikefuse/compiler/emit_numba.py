@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from spikefuse.compiler.ops import UnsupportedOperation
 from spikefuse.compiler.variables import KERNELS, Variables, indent
@@ -213,7 +214,7 @@ class NumbaEmitter(Variables):
         sequences = [*self.xs, *self.gys, *self.gxs]
         pointers = self.each_state("{v}_start", "{v}_saved", "{v}_gfinal", "{v}_gstart")
         pointers += [f"{g}_data" for g in self.grads]
-        buffers = self.each_state("{v}_past = np.empty(min(T, CHUNK) * BLOCK, np.float32)")
+        buffers = self.past_rows()
         buffers += _rows([*self.gvs, *self.grad_rows]) + _stream_buffers(self.gxs)
         lines = self.head("backward", sequences, pointers, buffers)
         body = [
@@ -232,8 +233,37 @@ class NumbaEmitter(Variables):
         ]
         return [*lines, *indent(body, 2), "    if streamed: fence()"]
 
+    @cached_property
+    def copies(self) -> dict[str, tuple[str, int]]:
+        """For each state, of which state it is a copy, and how many steps late: of itself, or of
+        one before it in a delay line. No two are the same copy, since they may start apart."""
+        found: dict[str, tuple[str, int]] = {}
+        for v, new in zip(self.vs, self.advance.outputs, strict=True):
+            source, lag = found.get(str(new), (v, -1))
+            copy = source, lag + 1
+            found[v] = (v, 0) if copy in found.values() else copy
+        return found
+
+    def past_rows(self) -> list[str]:
+        """Emit the allocation of the past states of a chunk, where late copies share rows."""
+        longest = max((lag for _, lag in self.copies.values()), default=0)
+        if not longest:
+            return self.each_state("{v}_past = np.empty(min(T, CHUNK) * BLOCK, np.float32)")
+        lines = []
+        for v, (source, lag) in self.copies.items():
+            if v == source:
+                rows = f"(min(T, CHUNK) + {longest}) * BLOCK"
+                lines.append(f"{v}_rows = np.empty({rows}, np.float32)")
+            lines.append(f"{v}_past = {source}_rows[{longest - lag} * BLOCK :]")
+        return lines
+
     def recompute(self) -> list[str]:
         """Recompute the states before each step of a chunk from the stored states."""
+        for v, (source, _) in self.copies.items():
+            self.slots[f"{v}_past"] = self.slot(f"{source}_past")
+        own = [v for v, (source, _) in self.copies.items() if v == source]
+        new = dict(zip(self.vs, self.advance.outputs, strict=True))
+        advance = self.advance.select([new[v] for v in own])
         lines = ["saved = (chunk - 1) * N + base"]
         lines += self.each_state(
             "if chunk > 0:",
@@ -245,8 +275,8 @@ class NumbaEmitter(Variables):
             *self.load_all(self.xs, "_data", "{}_at + i"),
             *self.load_all(self.vs, "_past", "past + i"),
             *self.load_all(self.rows, "_row", "i"),
-            *self.advance.lines("numba"),
-            *self.store_all(self.vs, "_past", "past + BLOCK + i", self.advance.results("numba")),
+            *advance.lines("numba"),
+            *self.store_all(own, "_past", "past + BLOCK + i", advance.results("numba")),
         ]
         lines += ["for k in range(steps - 1):", "    past = k * BLOCK"]
         lines += [f"    {x}_at = {x}_base + (start + k) * {x}_time" for x in self.xs]
