@@ -101,7 +101,8 @@ SCRIPT = "python -m benchmarks.{}"
 
 def online(what: str, options: str = "") -> tuple[str, Callable[[Results, Path], str], str]:
     show = each(sections.online, "memory and time over the number of time steps")
-    return f"online_{what}", show, SCRIPT.format(f"online {what}{options}")
+    task = "digits" if what == "shd" else what
+    return f"online_{what}", show, SCRIPT.format(f"online {task}{options}")
 
 
 # By region: the results, what shows them, and the command that measures.
@@ -111,7 +112,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     ),
     "neurons": ("neurons*", each(sections.neurons), BENCH),
     "networks": ("networks*", each(sections.networks), BENCH),
-    "latency": ("latency", each(sections.networks), BENCH),
+    "latency": ("latency*", each(sections.networks), BENCH),
     "recorded-steps": ("networks", each(sections.recorded_steps), BENCH),
     "convert": ("convert*", each(sections.converted), SCRIPT.format("convert")),
     "block": ("block", each(sections.block), BENCH),
@@ -170,6 +171,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "online-cosine": online("cosine", " --batch 16"),
     "online-memory": online("memory", " --batch 16 --hidden 128"),
     "online-digits": online("digits", " --seeds 0 1 2 --iterations 200"),
+    "online-shd": online("shd", " --data shd --seeds 0 1 2 --iterations 1000 --every 50"),
     "online-cues": online("cues", " --seeds 0 1 2"),
     "gpu-tests": ("gpu_tests", each(sections.gpu_tests), SCRIPT.format("gpu_tests")),
     "papers": ("reproduce_*", training_sections.papers, SCRIPT.format("reproduce RECIPE")),

@@ -120,7 +120,11 @@ def _command(script: str, result: Result, *options: str) -> str:
     given = {o.replace("_", "-"): [settings[o]] for o in ("epochs", *options) if o in settings}
     for option, key in (("names", "name"), ("seeds", "seed")):
         given[option] = list(grouped(result["rows"], key))
-    words = [f"--{name} {shlex.join(map(str, values))}" for name, values in given.items()]
+    words = [
+        f"--{name}" if values[0] is True else f"--{name} {shlex.join(map(str, values))}"
+        for name, values in given.items()
+        if values[0] is not False
+    ]
     return f"Command: `python -m benchmarks.{script} {' '.join(words)}`."
 
 
@@ -270,18 +274,8 @@ def accuracy(result: Result) -> Parts:
             "evaluation, are in ms per batch:"
         )
         yield table(profiled, keys(*profiled[0]))
-    options = (
-        "model",
-        "T",
-        "early",
-        "batch",
-        "lr",
-        "optimizer",
-        "weight_decay",
-        "cutout",
-        "cutmix",
-    )
-    yield _command("accuracy", result, *options)
+    options = "model", "T", "early", "batch", "lr", "optimizer", "weight_decay", "cutout", "cutmix"
+    yield _command("accuracy", result, *options, "trivial_augment")
 
 
 def papers(results: Results, root: Path) -> str:

@@ -17,7 +17,9 @@ from torch import Tensor, fx
 
 from spikefuse.graph.nodes import (
     arguments_of,
+    call_method,
     changed_by,
+    compute_value,
     is_mode,
     name_of,
     repeats_first_dim,
@@ -192,8 +194,8 @@ def _first_step(graph: fx.Graph, source: fx.Node) -> _Step:
         place = source
     with graph.inserting_before(place):
         if isinstance(num_steps, torch.SymInt):
-            num_steps = _call_method(graph, "size", source, 0)
-        return _Step(_call_method(graph, "select", image, 0, 0), num_steps)
+            num_steps = call_method(graph, "size", source, 0)
+        return _Step(call_method(graph, "select", image, 0, 0), num_steps)
 
 
 def _computed_step(graph: fx.Graph, node: fx.Node, before: _Step) -> _Step:
@@ -202,34 +204,18 @@ def _computed_step(graph: fx.Graph, node: fx.Node, before: _Step) -> _Step:
         step = graph.node_copy(node, lambda n: before.node if n is node.args[0] else n)
     if node.target is F.batch_norm:
         step.meta["repeats"] = before.num_steps
-    _compute_value(step)
+    compute_value(step)
     return _Step(step, before.num_steps)
 
 
 def _repeated(graph: fx.Graph, step: _Step, constant: _Constant) -> fx.Node:
     """Repeat a step as often as its constant does."""
     with graph.inserting_before(step.node.next):
-        y = _call_method(graph, "unsqueeze", step.node, 0)
+        y = call_method(graph, "unsqueeze", step.node, 0)
         shape = [-1] * value(step.node).ndim
-        y = _call_method(graph, "expand", y, step.num_steps, *shape)
+        y = call_method(graph, "expand", y, step.num_steps, *shape)
         if constant.is_folded:
-            y = _call_method(graph, "flatten", y, 0, 1)
+            y = call_method(graph, "flatten", y, 0, 1)
         if constant.is_last:  # in memory of its own
-            y = _call_method(graph, "clone", y, memory_format=torch.contiguous_format)
+            y = call_method(graph, "clone", y, memory_format=torch.contiguous_format)
     return y
-
-
-def _call_method(graph: fx.Graph, name: str, *args: Any, **kwargs: Any) -> fx.Node:
-    node = graph.call_method(name, args, kwargs)
-    _compute_value(node)
-    return node
-
-
-def _compute_value(node: fx.Node) -> None:
-    """Compute the fake tensor, or other value, of a new node."""
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value)
-    function: Any = node.target
-    if node.op == "call_method":
-        function = getattr(type(args[0]), str(node.target))
-    with torch.no_grad():
-        node.meta["example_value"] = function(*args, **kwargs)

@@ -8,6 +8,7 @@ their original order, and the block stands where the scan stood.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from spikefuse.graph.nodes import (
     PRODUCTS,
     RESHAPES,
     arguments_of,
+    call_method,
     changed_by,
     changes_something,
     dim_after,
@@ -428,7 +430,7 @@ def _replace(graph: fx.Graph, match: Match) -> None:
             block = graph.call_function(operations.move_dim, (outputs, 2, match.channel_dim))
         if match.returns_sum:
             total = graph.call_function(operator.getitem, (block, -1))
-            total = graph.call_method("reshape", (total, tuple(value(match.read).shape)))
+            total = graph.call_method("reshape", (total, _sizes_of_sum(graph, match, settings)))
             total.meta.update(match.read.meta)
     block.meta.update(scan.node.meta)
     scan.node.replace_all_uses_with(block)
@@ -436,6 +438,20 @@ def _replace(graph: fx.Graph, match: Match) -> None:
         first = match.views[-1] if match.views else scan.node
         match.read.replace_all_uses_with(total, delete_user_cb=lambda n: n is not first)
     _erase(graph, match)
+
+
+def _sizes_of_sum(
+    graph: fx.Graph, match: Match, settings: Sequence[dict[str, Any]]
+) -> tuple[Any, ...]:
+    """The sizes of what the views read, of which those that differ between calls are computed."""
+    sizes: list[Any] = list(value(match.read).shape)
+    unknown = [dim for dim, size in enumerate(sizes) if not isinstance(size, int)]
+    for dim in unknown[:1]:
+        sizes[dim] = -1
+    for dim in unknown[1:]:
+        like = match.residual or replay(graph, settings[0]["input"], match.norms[0].views)
+        sizes[dim] = call_method(graph, "size", like, dim)
+    return tuple(sizes)
 
 
 def _counter_of(norm: fx.Node) -> fx.Node | None:

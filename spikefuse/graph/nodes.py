@@ -221,10 +221,27 @@ def replay(graph: fx.Graph, x: fx.Node, views: list[fx.Node]) -> fx.Node:
             continue
         if name_of(view) == "repeat":  # along the first dim, as a view
             shape = view.args[1], *[-1] * (len(view.args) - 2)
-            x = graph.call_method("expand", (x, *shape))
+            x = call_method(graph, "expand", x, *shape)
         else:
             places = {view.args[0]: x}
             x = graph.node_copy(view, lambda n, places=places: places.get(n, n))  # type: ignore[misc]
             if x.target == "view":
                 x.target = "reshape"
     return x
+
+
+def call_method(graph: fx.Graph, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a call of a method, and compute its value."""
+    node = graph.call_method(name, args, kwargs)
+    compute_value(node)
+    return node
+
+
+def compute_value(node: fx.Node) -> None:
+    """Compute the fake tensor, or other value, of a new node."""
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value)
+    function: Any = node.target
+    if node.op == "call_method":
+        function = getattr(type(args[0]), str(node.target))
+    with torch.no_grad():
+        node.meta["example_value"] = function(*args, **kwargs)

@@ -398,6 +398,30 @@ def test_one_step_or_sample(name: str, shape: tuple[int, ...]) -> None:
         assert Place("net.bn", "net.lif", FUSED[name][1]) in fused.fusion.fused
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        FUSED["sum read again"][0],
+        lambda n, x: n.lif(y := n.bn(n.conv(x))) + y.sigmoid(),
+        lambda n, x: n.lif(y := n.bn(n.conv(x)) + x) + y.sigmoid(),
+    ],
+    ids=["sum", "norm of maps", "sum of maps"],
+)
+def test_sizes_that_change(forward) -> None:
+    plain = sf.Temporal(Net(forward))
+    fused = sf.fuse(copy.deepcopy(plain))
+    for T, B, length in ((4, 3, 5), (3, 2, 7), (4, 6, 4)):
+        x = (
+            torch.randn(T, B, 6, length)
+            if "conv" in forward.__code__.co_names
+            else torch.randn(T, B, 6)
+        )
+        for training in (True, False):
+            actual, expected = (net.train(training)(x) for net in (fused, plain))
+            torch.testing.assert_close(actual, expected)
+    assert len(fused.fusion.fused) == 1
+
+
 class Branches(nn.Module):
     """Residual blocks, through which a gradient has several paths."""
 
