@@ -16,7 +16,6 @@ from spikefuse.kernels.numba_host import (
     advise_huge_pages,
     array_of,
     arrays,
-    flat,
     shared,
 )
 from spikefuse.kernels.vectors_numba import ROWS, add_spike_rows, panels
@@ -68,19 +67,19 @@ class _Launch:
         rows = torch.get_num_threads() if sums else 1
         partial = torch.zeros((len(sums), rows, channels), dtype=torch.float64) if sums else None
         accessed = *sequences, *states, *(() if partial is None else partial.unbind(0))
-        if self.is_large:
-            for x in accessed:
-                if x is not None:
-                    advise_huge_pages(x)
-        addresses = tuple([0 if x is None else x.data_ptr() for x in accessed])
-        arguments = [rows, *self.sizes, addresses, *self.strided]
+        addresses = []
+        for x in accessed:
+            addresses.append(0 if x is None else x.data_ptr())
+            if self.is_large and x is not None:
+                advise_huge_pages(x)
+        arguments = [rows, *self.sizes, tuple(addresses), *self.strided]
         arguments += [_FLOATS] * len(states) + [_DOUBLES] * len(sums)
+        values = iter(arrays([p for p in params if isinstance(p, Tensor)]))
         for p in params:
-            if isinstance(p, Tensor):
-                values = flat(p)
-                arguments.append(values if p.ndim else values[0])
-            else:
+            if not isinstance(p, Tensor):
                 arguments.append(np.float32(p))
+            else:
+                arguments.append(next(values) if p.ndim else next(values)[0])
         shared(self.kernel, count, LINE, count * num_steps, *arguments)
         if partial is not None:
             for total, found in zip(sums, partial.sum(1), strict=True):
