@@ -174,7 +174,7 @@ class NumbaEmitter(Variables):
         places = [*(f"{x}_data" for x in sequences), *pointers]
         lines = [
             *self.signature(name, integers, arrays, used),
-            *(f"    {place} = at({place}, addresses[{i}])" for i, place in enumerate(places)),
+            *(f"    {place} = at({place}, addresses, {i})" for i, place in enumerate(places)),
             *indent([*buffers, *_rows(self.rows)], 1),
             "    period, phase = channels * channel_inner, -1",
             "    block = SHORT_BLOCK if T <= SHORT else BLOCK",

@@ -186,20 +186,24 @@ def element(context: Any, builder: Any, array_type: Any, array: Any, index: Any)
     return builder.gep(data, [index], inbounds=True)
 
 
-@_intrinsic
-def at(typing_context: Any, like: Any, address: Any) -> Any:
-    """Return the memory from an address on, as an array of the type of `like`; its size is 0 at
-    address 0, and larger than any index elsewhere."""
+@_intrinsic(prefer_literal=True)
+def at(typing_context: Any, array: Any, addresses: Any, index: Any) -> Any:
+    """Return the memory from an address on, as an array of the type of `array`; its size is 0 at
+    address 0, and larger than any index elsewhere. Without addresses, return `array` itself."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        array = context.make_array(like)(context, builder, args[0])
-        array.data = builder.inttoptr(args[1], array.data.type)
-        array.meminfo = cgutils.get_null_value(array.meminfo.type)
-        array.nitems = args[1]
-        array.shape = cgutils.pack_array(builder, [args[1]])
-        return array._getvalue()
+        if not len(addresses):
+            context.nrt.incref(builder, array, args[0])
+            return args[0]
+        address = builder.extract_value(args[1], index.literal_value)
+        found = context.make_array(array)(context, builder, args[0])
+        found.data = builder.inttoptr(address, found.data.type)
+        found.meminfo = cgutils.get_null_value(found.meminfo.type)
+        found.nitems = address
+        found.shape = cgutils.pack_array(builder, [address])
+        return found._getvalue()
 
-    return like(like, types.intp), generate
+    return array(array, addresses, index), generate
 
 
 @_intrinsic(prefer_literal=True)
