@@ -128,7 +128,7 @@ class Holder(nn.Module, metaclass=_HolderType):
             )
         if name == "training" and value is self.training:
             return  # train() and eval() assign it to every module
-        if name in (checks := vars(self).get(CHECKS, {})) and not self._loads(name, value):
+        if name in (checks := vars(self).get(CHECKS, {})):
             check, *bounds = checks[name]
             value = check(name, value, *bounds)
         if isinstance(value, np.floating):
@@ -148,12 +148,6 @@ class Holder(nn.Module, metaclass=_HolderType):
         passes what this returns to its base."""
         vars(self).setdefault(CHECKS, {}).setdefault(name, (check, *bounds))
         return value
-
-    def _loads(self, name: str, value: Any) -> bool:
-        """Whether a learned value, which may have left its range in training, replaces another, as
-        in `load_state_dict(..., assign=True)`."""
-        before = getattr(self, name, None) if isinstance(value, nn.Parameter) else None
-        return isinstance(before, nn.Parameter)
 
     def _has_buffer(self, name: str) -> bool:
         if name in vars(self) or hasattr(type(self), name):
@@ -272,7 +266,10 @@ def _check(
 
 
 def _is_known(value: Tensor) -> bool:
-    """Whether the values of a tensor can be read, which CUDA graphs and traces do not allow."""
+    """Whether the values of a tensor can be read, which CUDA graphs and traces do not allow. Those
+    of an `nn.Parameter` may leave their range in training, and are not looked at."""
+    if isinstance(value, nn.Parameter):
+        return False
     if torch.jit.is_tracing() or not is_plain((value,)):  # type: ignore[attr-defined]
         return False
     return not (value.is_cuda and torch.cuda.is_current_stream_capturing())
