@@ -63,17 +63,15 @@ class TrainedNetwork(nn.Module):
 
         Args:
             inputs: uint8 images `[B, C, H, W]`, from 0 to 255, uint8 event frames or float32 series
-                `[B, T, ...]`, such as the `pixels` of a dataset's batch, or `read(path)`.
+                `[B, T, ...]` of the T of the training, such as the `pixels` of a dataset's batch,
+                or `read(path)`.
 
         Raises:
             ValueError: `inputs` have another dtype or shape.
         """
-        dataset = self.config.data
-        before = ("B",) if dataset.kind == "images" else ("B", "T")
-        dtype = torch.float32 if dataset.kind == "series" else torch.uint8
-        fits = inputs.ndim == len(before) + len(dataset.shape)
-        if not fits or inputs.shape[len(before) :] != dataset.shape or inputs.dtype != dtype:
-            shape = ", ".join(map(str, (*before, *dataset.shape)))
+        dtype, sizes = self.config.example
+        if inputs.shape[1:] != sizes or inputs.dtype != dtype:
+            shape = ", ".join(map(str, ("B", *sizes)))
             raise ValueError(
                 f"inputs are {inputs.dtype} {list(inputs.shape)}: expected {dtype} [{shape}], "
                 f"as {self.config.dataset} has; other inputs can be passed to .net, encoded"

@@ -113,6 +113,8 @@ def test_poisson_inputs_and_events(tmp_path: Path) -> None:
         assert inputs.shape == shape
         with torch.no_grad():
             assert net(inputs).shape == (shape[0], len(net.classes))
+        with pytest.raises(ValueError, match=rf"expected torch.uint8 \[B, {shape[1]}, "):
+            net(inputs[:, :1])
     expected = to_frames(read_nmnist(tmp_path / "a.bin"), Slicing("number", 32, bits=4))
     net = sf.load(save(tmp_path / "a.ckpt", dataset="nmnist", model="mlp"))
     np.testing.assert_array_equal(net.read(tmp_path / "a.bin")[0], expected)
