@@ -145,7 +145,7 @@ def _wrong_dataset(found: Any) -> str:
         return f"whose shape {found.shape} is not (C, H, W) or (W,)"
     if found.kind != "images" and "num_steps" not in found.transform:
         return f"which holds {found.kind} but has no num_steps in its transform"
-    return "" if found.classes or found.describe else "which has no names of classes or values"
+    return ""
 
 
 def _kind(found: Any) -> str:
