@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spikefuse.neurons.checks import check_tensor
+
 
 def random_shift(batch: Tensor, distance: int, generator: torch.Generator | None = None) -> Tensor:
     """Shift each example by up to `distance` pixels in both dimensions, filling with zeros.
@@ -362,8 +364,7 @@ def _planes(batch: Tensor, height: int) -> Tensor:
 
 
 def _check(batch: Tensor, probability: float = 0.0) -> None:
-    if not isinstance(batch, Tensor):
-        raise TypeError(f"batch is a {type(batch).__name__}: expected a tensor [B, ..., H, W]")
+    check_tensor("batch", batch, " [B, ..., H, W]")
     if batch.ndim < 3:
         raise ValueError(f"batch has shape {list(batch.shape)}: expected [B, ..., H, W]")
     if not 0 <= probability <= 1:

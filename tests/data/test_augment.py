@@ -270,6 +270,8 @@ def test_wrong_arguments_are_named() -> None:
         random_flip(torch.zeros(2, 3), seeded())
     with pytest.raises(TypeError, match=r"batch is a ndarray: expected a tensor \[B"):
         random_flip(torch.zeros(2, 3, 4).numpy(), seeded())
+    with pytest.raises(TypeError, match=r"batch is torch.sparse_coo: expected a dense tensor \[B"):
+        random_flip(torch.zeros(2, 3, 4).to_sparse(), seeded())
     with pytest.raises(ValueError, match="side is -1"):
         cutout(torch.zeros(2, 3, 4), -1, seeded())
     images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
