@@ -6,8 +6,9 @@
 "one sample" is a batch of one through all time steps. "one step of a stream" is one time step of
 it, after which the states are those of the next step. A call is timed until its result is complete.
 All networks have the same weights, dtype and layout (channels-last), and ours run as users get
-them: `sf.fuse(sf.Temporal(net.eval()))`, and `sf.Stream` of it. In the other libraries' networks,
-norms are folded into convolutions, as SpikingJelly's `fuse_conv_bn_eval_modules` does.
+them: `sf.fuse(sf.Temporal(net.eval()))`, with mode="inductor" beside what torch.compile makes of
+others, and `sf.Stream` of it. In the other libraries' networks, norms are folded into convolutions,
+as SpikingJelly's `fuse_conv_bn_eval_modules` does.
 
 SpikingJelly's function has a float32 state or explicit precision (see `benchmarks.jelly`). In a
 stream, its function runs with T = 1, its nodes run in single-step mode, in which their states have
@@ -37,7 +38,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 import spikefuse as sf
 from benchmarks import jelly, networks, runner
 from benchmarks.layers import DTYPES, OURS
-from benchmarks.networks import FUSED, Workload
+from benchmarks.networks import FUSED, INDUCTOR, Workload
 from benchmarks.runner import EAGER, GRAPH, STEP_WAYS, WAYS, Contender, Record, difference
 
 # Potentials are multiples of 2^-8 in four steps; bfloat16 has this threshold.
@@ -84,9 +85,10 @@ class Sample:
                     del layers[i + 1]
         return net.to(self.device, self.dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
-    def ours(self, fused: bool = True) -> sf.Temporal:
+    def ours(self, mode: str | None = None) -> sf.Temporal:
+        """Make our network, fused if there is a mode."""
         net = sf.Temporal(self.network(self.workload.neuron, fold=False))
-        return sf.fuse(net) if fused else net
+        return sf.fuse(net, mode) if mode else net
 
 
 def standardize(norm: Any, inputs: tuple[Tensor]) -> None:
@@ -112,8 +114,8 @@ class Model(NamedTuple):
         return y
 
 
-def ours(task: Sample, fused: bool) -> Model:
-    net = task.ours(fused)
+def ours(task: Sample, mode: str | None = None) -> Model:
+    net = task.ours(mode)
     return Model(lambda x: net(x).mean(0, dtype=torch.float32))
 
 
@@ -138,8 +140,8 @@ def relu(task: Sample) -> Model:
     return folded(task, nn.ReLU, "reduce-overhead" if task.x.is_cuda else "default")
 
 
-def stream(task: Sample, fused: bool) -> Model:
-    run = sf.Stream(task.ours(fused))
+def stream(task: Sample, mode: str | None = None) -> Model:
+    run = sf.Stream(task.ours(mode))
     return Model(run, lambda: [v for states in (run.state or {}).values() for v in states])
 
 
@@ -180,16 +182,18 @@ def leaky(task: Sample) -> Model:
 # By part and name: what makes a model, or raises why it cannot, and the ways to run it.
 MODELS: dict[str, dict[str, tuple[Callable[[Sample], Model], tuple[str, ...]]]] = {
     SAMPLE: {
-        FUSED: (partial(ours, fused=True), STEP_WAYS),
-        OURS: (partial(ours, fused=False), STEP_WAYS),
+        FUSED: (partial(ours, mode="auto"), STEP_WAYS),
+        INDUCTOR: (partial(ours, mode="inductor"), WAYS),
+        OURS: (ours, STEP_WAYS),
         jelly.FUNCTION: (partial(function, name="function"), WAYS),
         jelly.FUNCTION + COMPILED: (partial(function, name="function", mode="default"), WAYS),
         jelly.PRECISION: (partial(function, name="precision"), WAYS),
         networks.COMPILED: (relu, (EAGER,)),
     },
     STREAM: {
-        FUSED: (partial(stream, fused=True), WAYS),
-        OURS: (partial(stream, fused=False), WAYS),
+        FUSED: (partial(stream, mode="auto"), WAYS),
+        INDUCTOR: (partial(stream, mode="inductor"), WAYS),
+        OURS: (stream, WAYS),
         NODE: (node, WAYS),
         NODE + COMPILED: (partial(node, mode="default"), WAYS),
         STEP: (lambda task: holding(task, partial(FunctionStep, task.rival()), "v"), WAYS),
@@ -232,10 +236,10 @@ def measure(args: argparse.Namespace, about: Record) -> Record:
     part, workload, device = about["steps"], WORKLOADS[about["workload"]], torch.device(args.device)
     task = Sample(workload, about["dtype"], device)
     x = task.x if part == SAMPLE else task.x[:1].expand_as(task.x)
-    logits = task.ours(fused=False)(x, impl="reference")
+    logits = task.ours()(x, impl="reference")
     expected = [logits.mean(0, dtype=torch.float32)] if part == SAMPLE else [*logits]
     # Compilers take longer than quick runs may.
-    names = [n for n in MODELS[part] if not (args.quick and n.endswith(COMPILED))]
+    names = [n for n in MODELS[part] if not (args.quick and n.endswith((COMPILED, INDUCTOR)))]
     found = [(name, *one) for name in names for one in contenders(name, part, task)]
     for name, _, contender, _ in found:
         if name == networks.COMPILED:

@@ -38,7 +38,8 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -129,13 +130,16 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[...,
     return compile_graph(gm, example_inputs)
 
 
-@contextlib.contextmanager
-def whole_graphs() -> Iterator[None]:
+def whole_graphs() -> contextlib.AbstractContextManager[None]:
     """Let TorchDynamo capture whole graphs inside `DistributedDataParallel`, for which it splits
     them by default, so that backward sends gradients early; an eager graph does so anyway."""
-    if not (dist.is_available() and dist.is_initialized()):
-        yield
-        return
+    if dist.is_available() and dist.is_initialized():
+        return _whole_graphs()
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _whole_graphs() -> Iterator[None]:
     config: Any = importlib.import_module("torch._dynamo.config")
     before, config.optimize_ddp = getattr(config, "optimize_ddp", None), False
     try:
@@ -201,10 +205,12 @@ _FORWARD_HOOKS = [n for n in _DICTS if n.startswith("_forward") and n.endswith("
 _BACKWARD_HOOKS = [n for n in _DICTS if n.startswith("_backward") and n.endswith("hooks")]
 
 
-_with_tensors = nn.Module()
-_with_tensors.register_parameter("parameter", None)
-_with_tensors.register_buffer("buffer", None)
-_TENSORS = [name for name in _DICTS if vars(_with_tensors)[name]]
+_filled = nn.Module()
+_filled.register_parameter("parameter", None)
+_filled.register_buffer("buffer", None)
+_TENSORS = [name for name in _DICTS if vars(_filled)[name]]
+_filled.add_module("child", None)
+(_CHILDREN,) = (name for name in _DICTS if vars(_filled)[name] and name not in _TENSORS)
 
 
 def separate(module: nn.Module, shares_tensors: bool = False) -> None:
@@ -226,18 +232,58 @@ def children_of(module: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in named if name and "." not in name}
 
 
+class Modules:
+    """The modules of a network, which are listed anew only where they have changed.
+
+    Args:
+        kinds: which of them to return by name.
+        prefix: of these names.
+    """
+
+    def __init__(self, kinds: tuple[Any, ...] = (), prefix: str = "") -> None:
+        self.kinds, self.prefix = kinds, prefix
+        self._found: tuple[list[nn.Module], list[tuple[str, nn.Module]], Any] = [], [], None
+
+    def of(self, net: nn.Module) -> tuple[list[nn.Module], list[tuple[str, nn.Module]]]:
+        """Return all modules of `net`, and those of the kinds with their names."""
+        modules, named, structure = self._found  # which another thread may replace
+        if not modules or modules[0] is not net or _structure(modules) != structure:
+            found = [*net.named_modules(prefix=self.prefix)]
+            modules = [module for _, module in found]
+            named = [(name, module) for name, module in found if isinstance(module, self.kinds)]
+            self._found = modules, named, _structure(modules)
+        return modules, named
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.kinds, self.prefix)  # a copy of the owner lists its own
+
+
+def _structure(modules: list[nn.Module]) -> tuple[list[Any], ...]:
+    """Return what the names and kinds of modules depend on: their types, and the names and the
+    identities of their submodules."""
+    children = [*map(itemgetter(_CHILDREN), map(vars, modules))]
+    filled = [*filter(None, children)]
+    names = chain.from_iterable(map(methodcaller("keys"), filled))
+    submodules = chain.from_iterable(map(methodcaller("values"), filled))
+    return [*map(type, modules)], [*map(len, children)], [*names], [*map(id, submodules)]
+
+
+def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the parameters and buffers of modules, without those of their submodules."""
+    dicts = filter(None, chain.from_iterable(map(itemgetter(*_TENSORS), map(vars, modules))))
+    found = chain.from_iterable(map(methodcaller("values"), dicts))
+    return [x for x in found if x is not None]
+
+
 def hooks_of(modules: Iterable[nn.Module]) -> tuple[list[int], list[int]]:
     """Return the ids of the forward hooks of modules, and those of the backward hooks; pre-hooks
     are among both."""
     forward: list[int] = []
     backward: list[int] = []
-    for state in map(vars, modules):
-        for name in _FORWARD_HOOKS:
-            if state[name]:
-                forward += state[name]
-        for name in _BACKWARD_HOOKS:
-            if state[name]:
-                backward += state[name]
+    hooks = itemgetter(*_FORWARD_HOOKS, *_BACKWARD_HOOKS)
+    for found in filter(any, map(hooks, map(vars, modules))):
+        forward += chain.from_iterable(found[: len(_FORWARD_HOOKS)])
+        backward += chain.from_iterable(found[len(_FORWARD_HOOKS) :])
     return forward, backward
 
 

@@ -30,7 +30,8 @@ PACKAGES: dict[str, set[str]] = {
     | {"memory.policies", "memory.spikes", "memory.saved_tensors"},
     "block": {"nn", "scan", "reference", "kernels", "neurons", "memory.policies"},
     "events": {"nn", "scan", "kernels", "neurons"},
-    "graph": {"memory", "block", "nn", "scan", "kernels", "neurons", "transforms.tables"},
+    "graph": {"memory", "block", "nn", "scan", "reference", "kernels", "neurons"}
+    | {"transforms.tables"},
     "transforms": {"graph", "block", "nn", "reference", "kernels", "neurons", "isolated"}
     | {"events.linear"},
     "distributed": {"transforms", "memory", "block", "events", "nn", "scan", "kernels", "neurons"},
@@ -435,7 +436,7 @@ def test_files_that_ask_whether_torch_compile_traces() -> None:
     found = [f for f in sorted(PACKAGE.rglob("*.py")) if "is_traced()" in f.read_text()]
     names = {module_name(PACKAGE, file) for file in found}
     assert names == {
-        *("neurons.spike", "neurons.surrogate", "nn.checkpoint", "nn.temporal"),
+        *("neurons.checks", "neurons.spike", "neurons.surrogate", "nn.checkpoint", "nn.temporal"),
         *("scan.checks", "scan.op", "scan.per_neuron"),
     }
 

@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.parametrize import register_parametrization
 
 import spikefuse as sf
 from spikefuse import _torch
 from spikefuse.compiler.adjoint import reverse_step
 from spikefuse.compiler.trace import trace_step
 from spikefuse.memory import spikes
+from spikefuse.neurons.checks import is_plain
 from spikefuse.nn import Recurrent, call
-from spikefuse.scan import checks, recurrent
-from spikefuse.scan.checks import is_plain
+from spikefuse.scan import recurrent
 
 NAMES = [
     "utils._python_dispatch.TorchDispatchMode",
@@ -111,7 +112,8 @@ def test_the_reference_is_what_kernels_compute() -> None:
 def test_calls_by_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _torch.num_dispatch_modes() == 0
     expected = train(network())
-    monkeypatch.setattr(checks, "num_dispatch_modes", _torch.one)
+    for module in ("neurons", "scan"):
+        monkeypatch.setattr(f"spikefuse.{module}.checks.num_dispatch_modes", _torch.one)
     assert not is_plain((torch.ones(2),))
     check_equal(train(network()), expected)
 
@@ -303,6 +305,79 @@ def test_hooks_of_modules() -> None:
     assert _torch.has_global_hooks()
     handle.remove()
     assert not _torch.has_global_hooks()
+
+
+class Same(nn.Linear):
+    """All are equal."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = nn.Linear.__hash__
+
+
+def listed_network() -> nn.Module:
+    parts = nn.ModuleDict({"a": nn.Sequential(Same(1, 1)), "b": nn.Sequential()})
+    return nn.ModuleList([nn.Sequential(nn.ReLU(), sf.LIF(), Same(1, 1)), parts, nn.Linear(1, 1)])
+
+
+CHANGES = {
+    "assigned": lambda net: net[0].__setitem__(1, sf.LIF()),
+    "by an equal one": lambda net: setattr(net[1]["a"], "0", Same(1, 1)),
+    "added": lambda net: net[2].add_module("more", nn.ReLU()),
+    "inserted": lambda net: net[0].insert(1, nn.ReLU()),
+    "removed": lambda net: delattr(net[0], "0"),
+    "popped": lambda net: net[1].pop("a"),
+    "moved to its neighbor": lambda net: net[1]["b"].add_module("0", net[1]["a"].pop(0)),
+    "swapped": lambda net: net[0]._modules.update({"0": net[0][1], "1": net[0][0]}),
+    "renamed": lambda net: net[1].add_module("c", net[1].pop("b")),
+    "in another order": lambda net: net._modules.update({"0": net._modules.pop("0")}),
+    "set to None": lambda net: setattr(net[1], "a", None),
+    "in a dict of its own": lambda net: vars(net[2]).update(_modules={"x": nn.ReLU()}),
+    "of another class": lambda net: setattr(net[2], "__class__", Same),
+    "parametrized": lambda net: register_parametrization(net[2], "weight", nn.Identity()),
+    "scripted": lambda net: setattr(net[2], "s", torch.jit.script(nn.ReLU())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("change", CHANGES)
+def test_modules_that_have_changed(change: str) -> None:
+    net, modules = listed_network(), _torch.Modules((sf.LIF, Same), "net")
+
+    def is_right() -> bool:
+        found, named = modules.of(net)
+        pairs = [*net.named_modules(prefix="net")]
+        assert all(m is right for m, (_, right) in zip(found, pairs, strict=True))
+        kinds = [(name, id(m)) for name, m in pairs if isinstance(m, sf.LIF | Same)]
+        return [(name, id(m)) for name, m in named] == kinds
+
+    assert is_right()
+    before = modules.of(net)[0]
+    assert modules.of(net)[0] is before
+    CHANGES[change](net)
+    assert is_right()
+    assert modules.of(net)[0] is not before
+    known = modules.of(net)[0]
+    assert modules.of(net)[0] is known
+
+
+def test_modules_of_copies_and_of_other_networks() -> None:
+    net, modules = listed_network(), _torch.Modules((sf.LIF,))
+    modules.of(net)
+    copied, same = copy.deepcopy((net, modules))
+    for other in (copied, net):
+        assert same.of(other)[0] == [*other.modules()]
+        assert same.of(other)[0][0] is other
+        assert same.of(other)[1][0][1] is other[0][1]
+
+
+def test_tensors_of_modules() -> None:
+    net = nn.ModuleList([nn.BatchNorm1d(2), nn.Linear(1, 1, bias=False), nn.ReLU()])
+    expected = {id(x) for x in (*net.parameters(), *net.buffers())}
+    found = _torch.tensors_of(net.modules())
+    assert len(found) == len(expected) == 6
+    assert {*map(id, found)} == expected
 
 
 def test_importing_dynamo() -> None:

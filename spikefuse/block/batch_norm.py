@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from spikefuse.kernels.norm import BatchNorm
 from spikefuse.kernels.running import Running
-from spikefuse.scan.checks import PLAIN, call_untraced
+from spikefuse.neurons.checks import PLAIN
+from spikefuse.scan.checks import call_untraced
 from spikefuse.scan.state_passing import WHOLE, Collectives, StatePassing
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

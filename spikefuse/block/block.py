@@ -24,11 +24,12 @@ from spikefuse.block.program import prepare_block
 from spikefuse.kernels.norm import BatchNorm, by_batch
 from spikefuse.kernels.running import update_running_stats
 from spikefuse.memory.policies import Checkpoint, Policy
+from spikefuse.neurons.checks import is_plain
 from spikefuse.neurons.definition import Neuron, States, with_outputs
 from spikefuse.nn.call import active, mark_binary, wants_bits
 from spikefuse.nn.neuron import backend_of, call_neuron, check_inputs, checked_names, from_rest
 from spikefuse.nn.symbolic import leaf
-from spikefuse.scan.checks import check_backend, check_param, is_plain, refuse_transforms
+from spikefuse.scan.checks import check_backend, check_param, refuse_transforms
 from spikefuse.scan.layout import flatten_steps, unflatten_steps
 from spikefuse.scan.program import Kinds, kinds_of
 from spikefuse.scan.records import Arguments, Results, Wanted

@@ -18,8 +18,8 @@ from spikefuse.block.training import BlockCall
 from spikefuse.kernels.norm import merge_statistics, statistics
 from spikefuse.kernels.running import Running, update_running_stats
 from spikefuse.kernels.threads import import_module
+from spikefuse.neurons.checks import is_plain
 from spikefuse.scan import op
-from spikefuse.scan.checks import is_plain
 from spikefuse.scan.execution import execution_of
 from spikefuse.scan.program import CHANNEL, SCALAR
 from spikefuse.scan.records import Arguments, Results, Wanted
@@ -132,7 +132,8 @@ def shift_of(norms: Sequence[Norm], x: Tensor) -> Tensor:
     shift: Tensor | None = None
     for norm in norms:
         if norm.bias is not None:
-            shift = norm.bias if shift is None else shift + norm.bias
+            bias = norm.bias.to(torch.float32)
+            shift = bias if shift is None else shift + bias
     return x.new_zeros(x.shape[2], dtype=torch.float32) if shift is None else shift
 
 
@@ -151,7 +152,7 @@ def _mean_and_scale(norm: Norm) -> tuple[()] | tuple[Tensor, Tensor]:
 
 def inverse_deviation(variance: Tensor, eps: float) -> Tensor:
     """1 / sqrt(variance + eps), rounded as in training; `rsqrt` is an approximation on a GPU."""
-    return torch.sqrt(variance + eps).reciprocal()
+    return torch.sqrt(variance.to(torch.float32) + eps).reciprocal()
 
 
 def reserve_counters(backend: str, device: torch.device) -> None:

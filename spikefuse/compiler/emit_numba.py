@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from spikefuse.compiler.ops import UnsupportedOperation
 from spikefuse.compiler.variables import KERNELS, Variables, indent
@@ -44,6 +45,16 @@ class NumbaEmitter(Variables):
     slots: dict[str, int]
     #: Parameters with one value per channel that a kernel reads.
     rows: list[str]
+
+    @property
+    def totals(self) -> list[str]:
+        """Gradients of parameters with one value, which are added up over neurons at once."""
+        return [g for g in self.grads if g[1:] in self.tensors]
+
+    @property
+    def grad_rows(self) -> list[str]:
+        """The other gradients of parameters, which are added up over time first."""
+        return [g for g in self.grads if g not in self.totals]
 
     def source(self, kernels: Sequence[str] = KERNELS) -> str:
         texts = ["\n".join(getattr(self, kernel)()) for kernel in kernels]
@@ -93,16 +104,19 @@ class NumbaEmitter(Variables):
         """Emit the rows of the gradients after the last step."""
         place = f"{self.origin}, {self.size}"
         rows = self.each_state(f"load_row({{g}}_row, {{v}}_gfinal, {place}, f32(0.0))")
-        return rows + [f"fill_row({g}_row, {self.size}, f32(0.0))" for g in self.grads]
+        rows += [f"{g}_total = 0.0" for g in self.totals]
+        return rows + [f"fill_row({g}_row, {self.size}, f32(0.0))" for g in self.grad_rows]
 
     def store_rows(self, role: str, name: str) -> list[str]:
         return self.each_state(f"store_row({{v}}_{role}, {self.origin}, {name}_row, {self.size})")
 
     def add_gradients(self, into: str, place: str) -> list[str]:
         """Add the gradients of parameters to their sums."""
-        return [
-            f"add_by_channel({g}_row, {self.size}, {g}_data, first * rows // {into}, {place})"
-            for g in self.grads
+        start = f"first * rows // {into}"
+        lines = [f"{g}_data[{start}] += {g}_total" for g in self.totals]
+        return lines + [
+            f"add_by_channel({g}_row, {self.size}, {g}_data, {start}, {place})"
+            for g in self.grad_rows
         ]
 
     def forward_body(self) -> list[str]:
@@ -121,8 +135,10 @@ class NumbaEmitter(Variables):
     def reverse_body(self) -> list[str]:
         """Emit the reverse of one step of neuron i."""
         results, split = self.reverse.results("numba"), len(self.gxs)
-        rows = [*self.gvs, *self.grads]
+        found = dict(zip([*self.gvs, *self.grads], results[split:], strict=True))
+        rows = [*self.gvs, *self.grad_rows]
         return [
+            *(f"{g} = f32(0.0)" for g in self.totals),
             *self.load_all([*self.xs, *self.gys], "_data", "{}_at + i"),
             *self.receive(self.gys[0]),
             *self.load_all(self.vs, *self.past),
@@ -131,7 +147,8 @@ class NumbaEmitter(Variables):
             *self.reverse.lines("numba"),
             *self.store_all(self.gxs, *self.result, results[:split]),
             *self.send(results),
-            *self.store_all(rows, "_row", self.index, results[split:]),
+            *self.store_all(rows, "_row", self.index, [found[name] for name in rows]),
+            *(f"{g}_sum = add({g}_sum, {found[g]})" for g in self.totals),
         ]
 
     def receive(self, name: str, current: str = "") -> list[str]:
@@ -150,12 +167,14 @@ class NumbaEmitter(Variables):
 
         Blocks of whole samples have the same rows of channel values, which are filled once.
         """
-        integers = "T, N, inner, channels, channel_inner, streamed"
+        integers = "T, N, inner, channels, channel_inner, streamed, addresses"
         graph = self.step.graph if name == "forward" else self.reverse
         used = graph.used() | self.advance.used()
         arrays = [*strided(sequences), *pointers]
+        places = [*(f"{x}_data" for x in sequences), *pointers]
         lines = [
             *self.signature(name, integers, arrays, used),
+            *(f"    {place} = at({place}, addresses, {i})" for i, place in enumerate(places)),
             *indent([*buffers, *_rows(self.rows)], 1),
             "    period, phase = channels * channel_inner, -1",
             "    block = SHORT_BLOCK if T <= SHORT else BLOCK",
@@ -195,8 +214,8 @@ class NumbaEmitter(Variables):
         sequences = [*self.xs, *self.gys, *self.gxs]
         pointers = self.each_state("{v}_start", "{v}_saved", "{v}_gfinal", "{v}_gstart")
         pointers += [f"{g}_data" for g in self.grads]
-        buffers = self.each_state("{v}_past = np.empty(min(T, CHUNK) * BLOCK, np.float32)")
-        buffers += _rows([*self.gvs, *self.grads]) + _stream_buffers(self.gxs)
+        buffers = self.past_rows()
+        buffers += _rows([*self.gvs, *self.grad_rows]) + _stream_buffers(self.gxs)
         lines = self.head("backward", sequences, pointers, buffers)
         body = [
             *self.first_gradient_rows(),
@@ -207,15 +226,44 @@ class NumbaEmitter(Variables):
             "    for k in range(steps - 1, -1, -1):",
             "        past = k * BLOCK",
             *(f"        {x}_at = {x}_base + (start + k) * {x}_time" for x in sequences),
-            *indent(_pieces(self.gxs, self.reverse_body()), 2),
+            *indent(_pieces(self.gxs, self.reverse_body(), self.totals), 2),
             *self.store_rows("gstart", "{g}"),
             *self.add_gradients("N * channels", "base, channels, channel_inner"),
             "base += m",
         ]
         return [*lines, *indent(body, 2), "    if streamed: fence()"]
 
+    @cached_property
+    def copies(self) -> dict[str, tuple[str, int]]:
+        """For each state, of which state it is a copy, and how many steps late: of itself, or of
+        one before it in a delay line. No two are the same copy, since they may start apart."""
+        found: dict[str, tuple[str, int]] = {}
+        for v, new in zip(self.vs, self.advance.outputs, strict=True):
+            source, lag = found.get(str(new), (v, -1))
+            copy = source, lag + 1
+            found[v] = (v, 0) if copy in found.values() else copy
+        return found
+
+    def past_rows(self) -> list[str]:
+        """Emit the allocation of the past states of a chunk, where late copies share rows."""
+        longest = max((lag for _, lag in self.copies.values()), default=0)
+        if not longest:
+            return self.each_state("{v}_past = np.empty(min(T, CHUNK) * BLOCK, np.float32)")
+        lines = []
+        for v, (source, lag) in self.copies.items():
+            if v == source:
+                rows = f"(min(T, CHUNK) + {longest}) * BLOCK"
+                lines.append(f"{v}_rows = np.empty({rows}, np.float32)")
+            lines.append(f"{v}_past = {source}_rows[{longest - lag} * BLOCK :]")
+        return lines
+
     def recompute(self) -> list[str]:
         """Recompute the states before each step of a chunk from the stored states."""
+        for v, (source, _) in self.copies.items():
+            self.slots[f"{v}_past"] = self.slot(f"{source}_past")
+        own = [v for v, (source, _) in self.copies.items() if v == source]
+        new = dict(zip(self.vs, self.advance.outputs, strict=True))
+        advance = self.advance.select([new[v] for v in own])
         lines = ["saved = (chunk - 1) * N + base"]
         lines += self.each_state(
             "if chunk > 0:",
@@ -227,8 +275,8 @@ class NumbaEmitter(Variables):
             *self.load_all(self.xs, "_data", "{}_at + i"),
             *self.load_all(self.vs, "_past", "past + i"),
             *self.load_all(self.rows, "_row", "i"),
-            *self.advance.lines("numba"),
-            *self.store_all(self.vs, "_past", "past + BLOCK + i", self.advance.results("numba")),
+            *advance.lines("numba"),
+            *self.store_all(own, "_past", "past + BLOCK + i", advance.results("numba")),
         ]
         lines += ["for k in range(steps - 1):", "    past = k * BLOCK"]
         lines += [f"    {x}_at = {x}_base + (start + k) * {x}_time" for x in self.xs]
@@ -240,8 +288,9 @@ def strided(sequences: Sequence[str]) -> list[str]:
     return [f"{s}_{kind}" for s in sequences for kind in ("data", "time", "outer")]
 
 
-def _pieces(results: Sequence[str], body: Sequence[str]) -> list[str]:
-    """Emit the loop over the neurons of a block, with `body` for neuron i.
+def _pieces(results: Sequence[str], body: Sequence[str], totals: Sequence[str] = ()) -> list[str]:
+    """Emit the loop over the neurons of a block, with `body` for neuron i, which adds to the sums
+    of `totals`.
 
     The body writes `results` in place, or to a short buffer that is then streamed past the caches:
     an ordinary store would first read memory that does not fit into them.
@@ -250,7 +299,9 @@ def _pieces(results: Sequence[str], body: Sequence[str]) -> list[str]:
     for y in results:
         buffered = f"({y}_buffer, -piece) if streamed else ({y}_data, {y}_at)"
         lines.append(f"    {y}_out, {y}_first = {buffered}")
+    lines += [f"    {g}_sum = f32(0.0)" for g in totals]
     lines += ["    for i in range(piece, end):", *indent(body, 2)]
+    lines += [f"    {g}_total += {g}_sum" for g in totals]
     for y in results:
         arguments = f"{y}_data, {y}_at + piece, {y}_buffer, end - piece"
         lines.append(f"    if streamed: stream({arguments})")

@@ -50,6 +50,10 @@ class RecurrentNumbaEmitter(emit_numba.NumbaEmitter):
     channel_suffix = "_row"
     index, result, past = "row + i", ("_data", "at + i"), ("_past_data", "{}_past_at + i")
 
+    @property
+    def totals(self) -> list[str]:
+        return []
+
     def begin(
         self, name: str, read: Sequence[str], pointers: Sequence[str], buffers: Sequence[str]
     ) -> list[str]:

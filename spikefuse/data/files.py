@@ -52,8 +52,6 @@ class DownloadSource:
 def user_cache() -> Path:
     """Return this library's folder in the user's cache; without a home, among temporary files."""
     try:
-        if sys.platform == "darwin":
-            return Path.home() / "Library" / "Caches" / "spikefuse"
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spikefuse"
     except RuntimeError:  # neither HOME nor an entry in the list of users
         return Path(tempfile.gettempdir(), f"cache-{os.getuid()}", "spikefuse")

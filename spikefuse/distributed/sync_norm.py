@@ -14,8 +14,9 @@ from spikefuse.distributed import collectives
 from spikefuse.distributed.links import AxisCollectives
 from spikefuse.kernels.norm import BatchNorm, by_batch
 from spikefuse.kernels.running import Running, update_running_stats
+from spikefuse.neurons.checks import is_plain
 from spikefuse.nn.call import active
-from spikefuse.scan.checks import call_untraced, is_plain
+from spikefuse.scan.checks import call_untraced
 from spikefuse.scan.state_passing import Collectives
 
 # torch.batch_norm_stats returns 1 / sqrt(variance + eps).

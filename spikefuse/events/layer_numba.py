@@ -86,7 +86,7 @@ def layer(
                     sums(rows, stride, 0, *args)
                 else:
                     sums(weight, width, column, *args)
-                forward(0, m, 1, T, m, m, 1, m, False, x, step, 0, y, m, 0, {forward}{p})
+                forward(0, m, 1, T, m, m, 1, m, False, (), x, step, 0, y, m, 0, {forward}{p})
                 for t in range(T):
                     word = (t * B + b) * words + column // WORD
                     pack(y, t * m, m, bits, near, word)
@@ -124,7 +124,7 @@ def layer_backward(
                 args = x, m, T, B, b, bias, column, m, offsets, fired, indices
                 sums(weight, width, column, *args)
             if T > CHUNK:
-                forward(0, m, 1, T, m, m, 1, m, False, x, m, 0, y, m, 0, {recompute}{p})
+                forward(0, m, 1, T, m, m, 1, m, False, (), x, m, 0, y, m, 0, {recompute}{p})
             y[: T * m] = np.float32(0.0)
             for t in range(T):
                 for e in range(out_offsets[t * B + b], out_offsets[t * B + b + 1]):
@@ -132,7 +132,8 @@ def layer_backward(
                     if 0 <= k < m:
                         y[t * m + k] = grad[e]
             gx = grads[(tile * B + b if spilled.size else b % group) * T * size :]
-            backward(0, m, 1, T, m, m, 1, m, False, x, m, 0, y, m, 0, gx, size, 0, {backward}{p})
+            sizes = T, m, m, 1, m
+            backward(0, m, 1, *sizes, False, (), x, m, 0, y, m, 0, gx, size, 0, {backward}{p})
             total[:] = np.float32(0.0)
             for t in range(T):
                 add_to(total, 0, m, gx, t * size)

@@ -28,7 +28,8 @@ class EventStream(Stream):
     Call: `y = stream(x)`
 
     Args:
-        x: spikes `[in_features]`, 0 or 1, float32.
+        x: spikes `[in_features]`, 0 or 1, float32. The values are checked on a CPU only, as a check
+            on a GPU would wait for it.
 
     Returns:
         The spikes or currents `[out_features]` of the last layer.
@@ -55,6 +56,8 @@ class EventStream(Stream):
             raise ValueError(
                 f"the spikes are {x.dtype} of shape {list(x.shape)}: expected float32 [{inputs}]"
             )
+        if x.device.type == "cpu" and not ((x == 0) | (x == 1)).all():
+            raise ValueError("spikes have values other than 0 and 1: expected a binary tensor")
         backend = backend_of((x,), "auto")
         kernels, y = kernels_of(backend), x
         final: dict[str, States] = {}

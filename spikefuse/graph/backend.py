@@ -13,6 +13,7 @@ from spikefuse.graph import operations
 from spikefuse.graph.checkpoint import CHECKPOINT, checkpointed, recompute_checkpoints
 from spikefuse.graph.constant_input import compute_steps_once
 from spikefuse.graph.fuse_norms import fuse_norms
+from spikefuse.graph.inline_steps import inline_steps
 from spikefuse.graph.layout import use_channels_last
 from spikefuse.graph.nodes import mark_synchronized, synchronized
 from spikefuse.graph.operations import ScanNode
@@ -55,6 +56,8 @@ def compile_graph(
     if mode == "inductor" and chunks is None and alone:
         report.graphs += 1
         apply_passes(gm, report)
+        inline_steps(gm.graph)
+        gm.recompile()
         return noted(inductor(gm, example_inputs), report)
     run = operations.saving_bits(executable(gm, report, chunks))
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)

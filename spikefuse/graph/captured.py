@@ -66,7 +66,9 @@ class Captured:
         inputs = filter(torch.is_tensor, (*args, *kwargs.values()))
         if are_transformed([*inputs, *islice(net.parameters(), 1)]):
             return function(net, args, kwargs)  # whose kernels raise an error
-        hooks, has_backward_hooks = hooks_of(net.modules())  # on which TorchDynamo does not guard
+        known = None if active.call is None else active.call.modules
+        modules = known if known and known[0] is net else net.modules()
+        hooks, has_backward_hooks = hooks_of(modules)  # on which TorchDynamo does not guard
         if has_backward_hooks or has_global_hooks():  # which it does not trace
             self.report.clear()
             self.report.note("not captured: there are backward hooks, or hooks of all modules")

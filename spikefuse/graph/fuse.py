@@ -74,7 +74,8 @@ def fuse(model: M, mode: str = "auto") -> M:
     all_captured = []
     for module, prefix in names.items():
         all_captured.append(Captured(mode, prefix))
-        copies.of(module).captured = all_captured[-1]
+        container = copies.of(module)
+        container.captured, container.listed = all_captured[-1], copy.copy(module.listed)
     if not names:
         all_captured.append(Captured(mode))
         vars(result)["forward"] = partial(run_fused, all_captured[0], result)

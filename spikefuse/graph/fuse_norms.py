@@ -347,8 +347,8 @@ def _obstacle(node: fx.Node) -> str:
         return "its tensors are on several devices, or of inference mode"
     if any(t is not None and not t.is_contiguous() for t in others):
         return "its parameters are not contiguous"
-    # A batch of one value per channel is refused by torch.nn, too.
-    return "its input is empty" if x.numel() <= x.shape[1] else ""
+    # In training, torch.nn refuses one value per channel, too.
+    return "its input has too few values" if x.numel() <= x.shape[1] * settings[0] else ""
 
 
 def _norms_above(scan: ScanNode) -> list[fx.Node]:

@@ -13,16 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from spikefuse import reference
 from spikefuse.block import batch_norm as batch_norms
 from spikefuse.block import functional
 from spikefuse.block.functional import Norm, Statistics, inverse_deviation
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.graph.nodes import arguments_of
 from spikefuse.kernels.running import Running
+from spikefuse.neurons.description import bind
 from spikefuse.nn import pool
 from spikefuse.nn.call import active, mark_binary, saving_spikes
 from spikefuse.scan import op
-from spikefuse.scan.program import program
+from spikefuse.scan.program import CHANNEL, FLOAT, SCALAR, program
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.state_passing import StatePassing
 
@@ -111,6 +113,18 @@ def scan(program: str, *given: Any) -> list[Tensor]:
     return _finish(op.run(program, arguments, Wanted(final, active.spikes is not None)))
 
 
+def run_steps(name: str, *given: Any) -> list[Tensor]:
+    """`scan` by the eager loop, whose operations Inductor compiles."""
+    inputs, states, params, _, scalars, _, final = given
+    own = program(name)
+    values = dict(zip(own.params(SCALAR, CHANNEL), params, strict=True))
+    values |= zip(own.params(FLOAT), scalars, strict=True)
+    # What has no effect on a step is not an argument of its program.
+    values = {label: values.get(label, 0.0) for label in own.definition.values()}
+    outputs, finals = reference.scan(bind(own.definition, values), tuple(inputs), states or None)
+    return [*outputs, *(finals if final else ())]
+
+
 def norm_statistics(
     x: Tensor,
     weight: Tensor | None,
@@ -127,10 +141,23 @@ def norm_statistics(
     return functional.norm_statistics(x, weight, eps, running, backend, collectives)
 
 
-def scales(variances: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Sequence[Tensor]:
-    """The scale of each of several norms with running statistics."""
-    inverse = inverse_deviation(torch.cat([*variances]), eps)
-    return (inverse * torch.cat([*weights])).split([len(x) for x in variances])
+def with_scales(norms: Sequence[Norm]) -> list[Norm]:
+    """Norms with running statistics and one eps, with their scales, and all vectors in float32."""
+    names = "variance", "weight", "mean", "bias"
+    variances, weights, means, biases = ([getattr(n, name) for n in norms] for name in names)
+    inverse = inverse_deviation(torch.cat(variances), norms[0].eps)
+    scales = (inverse * torch.cat(weights)).split([len(x) for x in variances])
+    means, biases = _in_float32(means), _in_float32(biases)
+    vectors = zip(norms, scales, means, biases, strict=True)
+    return [norm._replace(scale=s, mean=mean, bias=bias) for norm, s, mean, bias in vectors]
+
+
+def _in_float32(vectors: list[Tensor | None]) -> list[Tensor | None]:
+    half = [x for x in vectors if x is not None and x.dtype != torch.float32]
+    if not half:
+        return vectors
+    converted = iter(torch.cat(half).to(torch.float32).split([len(x) for x in half]))
+    return [x if x is None or x.dtype == torch.float32 else next(converted) for x in vectors]
 
 
 def run_block(

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -227,7 +227,7 @@ def arrays(tensors: Iterable[torch.Tensor | None], are_large: bool = False) -> l
         if x is None:
             found.append(_EMPTY)
             continue
-        if are_large and x.nbytes >= _LARGE:
+        if are_large and x.nbytes >= LARGE:
             advise_huge_pages(x)
         size = x.numel()
         if size and not x.is_contiguous():
@@ -250,6 +250,12 @@ def flat(x: torch.Tensor) -> np.ndarray:
     return arrays((x,))[0]
 
 
+@cache
+def array_of(dtype: torch.dtype) -> np.ndarray:
+    """Return an empty array that tells a kernel how values of a dtype lie in memory."""
+    return np.empty(0, _TYPES[dtype])
+
+
 _EMPTY = np.empty(0, np.float32)
 #: Memory from an address on; arrays of it have sizes of their own.
 _Memory = ctypes.c_char * sys.maxsize
@@ -264,7 +270,7 @@ _TYPES = {
 }
 
 # Bytes from which page faults of a new tensor cost more than its arithmetic; bytes per page.
-_LARGE, _PAGE = 1 << 22, 1 << 12
+LARGE, _PAGE = 1 << 22, 1 << 12
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
@@ -272,14 +278,14 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 def advise_huge_pages(x: torch.Tensor) -> None:
     """Ask Linux to back a new, large tensor with 2 MiB pages; has no effect on other systems."""
     memory = x.untyped_storage()
-    if memory.nbytes() >= _LARGE:
+    if memory.nbytes() >= LARGE:
         _advise(memory.data_ptr(), memory.nbytes(), _MADV_HUGEPAGE)
 
 
 def move_to_huge_pages(x: torch.Tensor) -> None:
     """Ask Linux, once, to move a large tensor that is read in random order to 2 MiB pages."""
     memory = x.untyped_storage()
-    if memory.nbytes() >= _LARGE:
+    if memory.nbytes() >= LARGE:
         _advise_once(memory.data_ptr(), memory.nbytes(), _MADV_COLLAPSE)
 
 

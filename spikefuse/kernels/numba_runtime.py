@@ -54,7 +54,9 @@ from spikefuse.kernels.numba_math import (
 from spikefuse.kernels.threads import hold_at_fork, on_thread
 
 __all__ = [
+    "add",
     "add_by_channel",
+    "at",
     "channel_rows",
     "cos",
     "erf",
@@ -185,6 +187,26 @@ def element(context: Any, builder: Any, array_type: Any, array: Any, index: Any)
 
 
 @_intrinsic(prefer_literal=True)
+def at(typing_context: Any, array: Any, addresses: Any, index: Any) -> Any:
+    """Return the memory from an address on, as an array of the type of `array`; its size is 0 at
+    address 0, and larger than any index elsewhere. Without addresses, return `array` itself."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if not len(addresses):
+            context.nrt.incref(builder, array, args[0])
+            return args[0]
+        address = builder.extract_value(args[1], index.literal_value)
+        found = context.make_array(array)(context, builder, args[0])
+        found.data = builder.inttoptr(address, found.data.type)
+        found.meminfo = cgutils.get_null_value(found.meminfo.type)
+        found.nitems = address
+        found.shape = cgutils.pack_array(builder, [address])
+        return found._getvalue()
+
+    return array(array, addresses, index), generate
+
+
+@_intrinsic(prefer_literal=True)
 def load(typing_context: Any, array: Any, index: Any, slot: Any) -> Any:
     """Return `array[index]` as float32."""
 
@@ -216,6 +238,16 @@ def store(typing_context: Any, array: Any, index: Any, value: Any, slot: Any) ->
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32, slot), generate
+
+
+@_intrinsic
+def add(typing_context: Any, total: Any, value: Any) -> Any:
+    """Return `total + value`, which a loop may add up in any order, and thus in vectors."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fadd(*args, flags=("reassoc",))
+
+    return types.float32(types.float32, types.float32), generate
 
 
 # Bytes per cache line.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class _BinaryTensor:
         return bits.Packed(self.packed, self.num, self.dtype, x.shape, x.stride(), offset)
 
 
+@dataclass(eq=False)
 class Spikes:
     """The binary tensors of one call; see `spikefuse.nn.call.saving_spikes`.
 
@@ -56,8 +57,7 @@ class Spikes:
         registered: by the address of their storage.
     """
 
-    def __init__(self) -> None:
-        self.registered: dict[int, _BinaryTensor] = {}
+    registered: dict[int, _BinaryTensor] = field(default_factory=dict)
 
     def register(self, x: Tensor, packed: Tensor | None = None) -> None:
         """Register `x`, whose values are all 0 or 1 at this point.
@@ -65,12 +65,12 @@ class Spikes:
         Args:
             packed: the bits of `x` in memory order, if they are known.
         """
-        # Bits that no layer has saved are freed with their spikes.
-        for key in [k for k, b in self.registered.items() if b.storage.expired()]:
-            del self.registered[key]
         num = x.numel()
         if num < MIN_VALUES or type(x) is not Tensor or x.is_inference():
             return
+        # Bits that no layer has saved are freed with their spikes.
+        for key in [k for k, b in self.registered.items() if b.storage.expired()]:
+            del self.registered[key]
         storage = x.untyped_storage()
         if storage.nbytes() == num * x.itemsize:
             stored = packed, 0 if packed is None else _stream(x)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
 from spikefuse.neurons.firing import Firing, Reset
-from spikefuse.neurons.parameters import Value, number
+from spikefuse.neurons.parameters import Value, fraction, number
 from spikefuse.neurons.surrogate import Surrogate
 
 
@@ -65,9 +65,10 @@ class AdLIF(Firing):
         super().__init__(
             threshold, reset=reset, v_reset=v_reset, detach_reset=detach_reset, surrogate=surrogate
         )
-        self.decay = number("decay", decay, 0.0, 1.0)
-        self.adaptation_decay = number("adaptation_decay", adaptation_decay, 0.0, 1.0)
-        self.coupling, self.jump = number("coupling", coupling), number("jump", jump)
+        self.decay = self._option("decay", decay, fraction)
+        self.adaptation_decay = self._option("adaptation_decay", adaptation_decay, fraction)
+        self.coupling = self._option("coupling", coupling, number)
+        self.jump = self._option("jump", jump, number)
 
     def step(self, x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, States]:
         h = self.charge(x, v, w)

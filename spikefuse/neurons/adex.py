@@ -62,8 +62,9 @@ class AdEx(EIF):
     ) -> None:
         firing: Any = {"v_reset": v_reset, "detach_reset": detach_reset, "surrogate": surrogate}
         super().__init__(tau, v_rest, v_rheobase, sharpness, threshold, **firing)
-        self.tau_adaptation = positive("tau_adaptation", tau_adaptation)
-        self.coupling, self.jump = number("coupling", coupling), number("jump", jump)
+        self.tau_adaptation = self._option("tau_adaptation", tau_adaptation, positive)
+        self.coupling = self._option("coupling", coupling, number)
+        self.jump = self._option("jump", jump, number)
 
     def step(self, x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, States]:  # type: ignore[override]
         follow = (self.coupling * (v - self.v_rest) - w) * (1 / self.tau_adaptation)

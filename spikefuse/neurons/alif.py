@@ -7,7 +7,7 @@ from torch import Tensor
 from spikefuse.neurons.definition import State, States
 from spikefuse.neurons.firing import Reset
 from spikefuse.neurons.lif import LIF
-from spikefuse.neurons.parameters import Value, number
+from spikefuse.neurons.parameters import Value, fraction, number
 from spikefuse.neurons.surrogate import Surrogate
 
 
@@ -68,8 +68,8 @@ class ALIF(LIF):
             detach_reset=detach_reset,
             surrogate=surrogate,
         )
-        self.adaptation_decay = number("adaptation_decay", adaptation_decay, 0.0, 1.0)
-        self.beta = number("beta", beta)
+        self.adaptation_decay = self._option("adaptation_decay", adaptation_decay, fraction)
+        self.beta = self._option("beta", beta, number)
 
     def step(  # type: ignore[override]
         self, x: Tensor, v: Tensor, a: Tensor

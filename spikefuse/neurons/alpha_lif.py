@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
 from spikefuse.neurons.firing import Firing, Reset
-from spikefuse.neurons.parameters import Value, number
+from spikefuse.neurons.parameters import Value, fraction, number
 from spikefuse.neurons.surrogate import Surrogate
 
 
@@ -64,11 +64,11 @@ class AlphaLIF(Firing):
         surrogate: Surrogate | None = None,
     ) -> None:
         super().__init__(threshold, 0.0, reset, detach_reset, surrogate)
-        self.excitatory_decay = number("excitatory_decay", excitatory_decay, 0.0, 1.0)
-        self.inhibitory_decay = number("inhibitory_decay", inhibitory_decay, 0.0, 1.0)
+        self.excitatory_decay = self._option("excitatory_decay", excitatory_decay, fraction)
+        self.inhibitory_decay = self._option("inhibitory_decay", inhibitory_decay, fraction)
         if gain is None:
             gain = _gain(self.excitatory_decay, self.inhibitory_decay)
-        self.gain = number("gain", gain)
+        self.gain = self._option("gain", gain, number)
 
     def step(self, x: Tensor, e: Tensor, i: Tensor) -> tuple[Tensor, States]:
         e = self.excitatory_decay * e + x

@@ -57,9 +57,11 @@ class BRF(Neuron):
         surrogate: Surrogate | None = None,
     ) -> None:
         super().__init__()
-        self.dt, self.threshold = positive("dt", dt), number("threshold", threshold)
-        self.omega, self.damping = number("omega", omega, 0, 1 / dt), number("damping", damping, 0)
-        self.surrogate = checked(surrogate)
+        self.dt = self._option("dt", dt, positive)
+        self.threshold = self._option("threshold", threshold, number)
+        self.omega = self._option("omega", number("omega", omega, 0, 1 / dt), number, 0)
+        self.damping = self._option("damping", damping, number, 0)
+        self.surrogate = self._option("surrogate", surrogate, checked)
 
     def step(self, x: Tensor, u: Tensor, v: Tensor, q: Tensor) -> tuple[Tensor, States]:
         angle = self.dt * self.omega

@@ -61,8 +61,10 @@ class CSiLIF(Firing):
         surrogate: Surrogate | None = None,
     ) -> None:
         super().__init__(threshold, reset="soft", detach_reset=detach_reset, surrogate=surrogate)
-        self.dt, self.rate = positive("dt", dt), number("rate", rate, 0.0)
-        self.frequency, self.gain = number("frequency", frequency), number("gain", gain)
+        self.dt = self._option("dt", dt, positive)
+        self.rate = self._option("rate", rate, number, 0.0)
+        self.frequency = self._option("frequency", frequency, number)
+        self.gain = self._option("gain", gain, number)
 
     def step(self, x: Tensor, real: Tensor, imag: Tensor) -> tuple[Tensor, States]:
         decay, angle = torch.exp(-self.rate * self.dt), self.frequency * self.dt

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from spikefuse._torch import is_traced, num_dispatch_modes
+
+#: Types of tensors whose operations no subclass overrides.
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_integer(value: Any, low: int) -> bool:
@@ -36,3 +43,20 @@ def check_tensor(name: str, value: Any, shape: str = "") -> None:
         raise TypeError(f"{name} is a {type(value).__name__}: expected a tensor{shape}")
     if value.layout is not torch.strided:
         raise TypeError(f"{name} is {value.layout}: expected a dense tensor{shape}, x.to_dense()")
+
+
+def is_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether nothing observes or transforms operations on these tensors, so that the dispatcher
+    can be skipped."""
+    if is_traced() or num_dispatch_modes():
+        return False
+    try:
+        for t in tensors:
+            if type(t) not in PLAIN or not (t.data_ptr() or t.numel() == 0):
+                return False
+    except RuntimeError:  # function transforms hide the memory
+        return False
+    # Outside of forward-mode differentiation, the first tensor is unpacked into itself.
+    if not tensors or unpack_dual(tensors[0]).primal is tensors[0]:
+        return True
+    return all(unpack_dual(t).tangent is None for t in tensors)

@@ -7,7 +7,7 @@ from torch import Tensor
 from spikefuse.neurons.definition import State, States
 from spikefuse.neurons.firing import Reset
 from spikefuse.neurons.lif import LIF
-from spikefuse.neurons.parameters import Value, number
+from spikefuse.neurons.parameters import Value, fraction
 from spikefuse.neurons.surrogate import Surrogate
 
 
@@ -67,7 +67,7 @@ class CubaLIF(LIF):
             detach_reset=detach_reset,
             surrogate=surrogate,
         )
-        self.current_decay = number("current_decay", current_decay, 0.0, 1.0)
+        self.current_decay = self._option("current_decay", current_decay, fraction)
 
     def step(  # type: ignore[override]
         self, x: Tensor, v: Tensor, current: Tensor

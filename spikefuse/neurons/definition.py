@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from spikefuse._torch import constant_result, refuse_data_parallel
+from spikefuse.neurons.checks import is_integer
 from spikefuse.neurons.description import Description, read
 from spikefuse.neurons.fixed_point import fixed_point
-from spikefuse.neurons.parameters import Holder
+from spikefuse.neurons.parameters import Holder, positive
 
 Outputs = tuple[Tensor, ...]
 States = tuple[Tensor, ...]
@@ -210,7 +211,7 @@ class Neuron(Holder):
         known: Description | None = self.__dict__.get("_description")
         if known is not None and known.versions == known.seen:
             return known
-        description = Description(self)
+        description = self._describe()
         if known is not None and known.basis == description.basis:
             description.cache = known.cache
         self.__dict__["_description"] = description
@@ -219,8 +220,24 @@ class Neuron(Holder):
     @constant_result
     def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names of the values and of the constants."""
-        description = Description(self)
+        description = self._describe()
         return tuple(description.floats), tuple(description.constants)
+
+    def _describe(self) -> Description:
+        """Return a new description, unless the bits or steps of the states are wrong."""
+        bits = self.state_bits
+        if bits == 1 or not is_integer(bits, 0):
+            raise ValueError(f"state_bits is {bits!r}: expected an integer of at least 2, or 0")
+        for name in self.states if bits else ():
+            step = getattr(self, f"{name}_step", None)
+            if step is None:
+                raise ValueError(
+                    f"state_bits is {bits}, but {type(self).__name__} has no {name}_step: assign "
+                    f"the step of the state '{name}', as in neuron.{name}_step = 1 / 64"
+                )
+            if not isinstance(step, Tensor):  # whose values a call must not wait for
+                positive(f"{name}_step", step)
+        return Description(self)
 
     @constant_result
     def evaluate(self, function: Callable[..., Any], *constants: Any) -> Any:

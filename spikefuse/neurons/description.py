@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from spikefuse._torch import children_of, registries
 from spikefuse.neurons.learnable import Learnable
-from spikefuse.neurons.parameters import VERSION, Holder, registered, versions
+from spikefuse.neurons.parameters import CHECKS, VERSION, Holder, registered, versions
 
 
 class Cache(dict[Hashable, Any]):
@@ -113,7 +113,7 @@ def owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 # Attributes that no step reads: those of every nn.Module except `training`, and our own.
-INTERNAL = (set(vars(nn.Module())) - {"training"}) | {"_description", VERSION}
+INTERNAL = (set(vars(nn.Module())) - {"training"}) | {"_description", CHECKS, VERSION}
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:

@@ -62,10 +62,10 @@ class EIF(Firing):
         super().__init__(
             threshold, v_reset=v_reset, reset=reset, detach_reset=detach_reset, surrogate=surrogate
         )
-        self.tau = positive("tau", tau)
-        self.v_rest = number("v_rest", v_rest)
-        self.v_rheobase = number("v_rheobase", v_rheobase)
-        self.sharpness = positive("sharpness", sharpness)
+        self.tau = self._option("tau", tau, positive)
+        self.v_rest = self._option("v_rest", v_rest, number)
+        self.v_rheobase = self._option("v_rheobase", v_rheobase, number)
+        self.sharpness = self._option("sharpness", sharpness, positive)
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         s, v = self.fire(self.charge(x, v), self.threshold)

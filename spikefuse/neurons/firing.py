@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from torch import Tensor
 
 from spikefuse.neurons.definition import Neuron
-from spikefuse.neurons.parameters import Value, number
+from spikefuse.neurons.parameters import Value, flag, number, one_of
 from spikefuse.neurons.surrogate import Surrogate, checked
 
 Reset = Literal["hard", "soft"]
@@ -45,15 +45,11 @@ class Firing(Neuron):
         super().__init__()
         if v_reset is None:
             raise TypeError("v_reset is None: expected a number; for a soft reset use reset='soft'")
-        self.threshold = number("threshold", threshold)
-        self.v_reset = number("v_reset", v_reset)
-        self.reset, self.detach_reset = reset, bool(detach_reset)
-        self.surrogate = checked(surrogate)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "reset" and value not in RESETS:
-            raise ValueError(f"reset is {value!r}: expected one of {', '.join(RESETS)}")
-        super().__setattr__(name, value)
+        self.threshold = self._option("threshold", threshold, number)
+        self.v_reset = self._option("v_reset", v_reset, number)
+        self.reset = self._option("reset", reset, one_of, *RESETS)
+        self.detach_reset = self._option("detach_reset", detach_reset, flag)
+        self.surrogate = self._option("surrogate", surrogate, checked)
 
     def fire(self, h: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
         """Return the spike and the potential after the reset, given the potential `h` before it::

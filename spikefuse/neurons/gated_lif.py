@@ -67,17 +67,25 @@ class GatedLIF(Firing):
         surrogate: Surrogate | None = None,
     ) -> None:
         super().__init__(
-            _fraction("threshold", threshold, channels),
+            self._fraction("threshold", threshold, channels),
             detach_reset=detach_reset,
             surrogate=surrogate,
         )
-        self.decay = _fraction("decay", decay, channels)
-        self.leak = _fraction("leak", leak, channels)
-        self.drop = _fraction("drop", drop, channels)
-        self.conductance = _fraction("conductance", conductance, channels)
-        self.alpha = _fraction("alpha", alpha, channels)
-        self.beta = _fraction("beta", beta, channels)
-        self.gamma = _fraction("gamma", gamma, channels)
+        self.decay = self._fraction("decay", decay, channels)
+        self.leak = self._fraction("leak", leak, channels)
+        self.drop = self._fraction("drop", drop, channels)
+        self.conductance = self._fraction("conductance", conductance, channels)
+        self.alpha = self._fraction("alpha", alpha, channels)
+        self.beta = self._fraction("beta", beta, channels)
+        self.gamma = self._fraction("gamma", gamma, channels)
+
+    def _fraction(self, name: str, value: Any, channels: int | None) -> Any:
+        value = self._option(name, number(name, value), number)
+        if not isinstance(value, float):
+            return value
+        if not 0 < value < 1:
+            raise ValueError(f"{name} is {value!r}: expected a number strictly between 0 and 1")
+        return LearnableFraction(value, channels)
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         gain = 1 - self.beta * (1 - self.conductance)
@@ -87,12 +95,3 @@ class GatedLIF(Firing):
         r = s.detach() if self.detach_reset else s
         remaining = (1 - self.alpha * (1 - self.decay)) * h * (1 - self.gamma * r)
         return s, (remaining - (1 - self.gamma) * self.drop * r,)
-
-
-def _fraction(name: str, value: Any, channels: int | None) -> Any:
-    value = number(name, value)
-    if not isinstance(value, float):
-        return value
-    if not 0 < value < 1:
-        raise ValueError(f"{name} is {value!r}: expected a number strictly between 0 and 1")
-    return LearnableFraction(value, channels)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from spikefuse.neurons.definition import Neuron, State, States
 from spikefuse.neurons.lif import leaky
-from spikefuse.neurons.parameters import Value, number, positive, whole
+from spikefuse.neurons.parameters import Value, flag, fraction, positive, whole
 
 
 class IntegerLIF(Neuron):
@@ -54,9 +54,10 @@ class IntegerLIF(Neuron):
         detach_reset: bool = False,
     ) -> None:
         super().__init__()
-        self.decay = number("decay", decay, 0.0, 1.0)
-        self.threshold = positive("threshold", threshold)
-        self.levels, self.detach_reset = whole("levels", levels, 1), bool(detach_reset)
+        self.decay = self._option("decay", decay, fraction)
+        self.threshold = self._option("threshold", threshold, positive)
+        self.levels = self._option("levels", levels, whole, 1)
+        self.detach_reset = self._option("detach_reset", detach_reset, flag)
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         h = leaky(x, v, self.decay, False)

@@ -76,9 +76,9 @@ class Izhikevich(QIF):
             detach_reset=detach_reset,
             surrogate=surrogate,
         )
-        self.tau_recovery = positive("tau_recovery", tau_recovery)
-        self.coupling = number("coupling", coupling)
-        self.jump = number("jump", jump)
+        self.tau_recovery = self._option("tau_recovery", tau_recovery, positive)
+        self.coupling = self._option("coupling", coupling, number)
+        self.jump = self._option("jump", jump, number)
 
     def step(  # type: ignore[override]
         self, x: Tensor, v: Tensor, w: Tensor

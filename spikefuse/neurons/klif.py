@@ -9,7 +9,7 @@ from spikefuse.neurons.checks import integer
 from spikefuse.neurons.definition import States
 from spikefuse.neurons.firing import Reset
 from spikefuse.neurons.lif import LIF
-from spikefuse.neurons.parameters import Value, positive
+from spikefuse.neurons.parameters import Value, flag, positive
 from spikefuse.neurons.surrogate import Surrogate
 
 
@@ -72,11 +72,11 @@ class KLIF(LIF):
             detach_reset=detach_reset,
             surrogate=surrogate,
         )
-        self.k = positive("k", k)
+        self.k = self._option("k", k, positive)
         if isinstance(self.k, float):
             shape = () if channels is None else (integer("channels", channels),)
             self.k = nn.Parameter(torch.full(shape, self.k))
-        self.scale_reset = bool(scale_reset)
+        self.scale_reset = self._option("scale_reset", scale_reset, flag)
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         f = torch.relu(self.k * self.charge(x, v))

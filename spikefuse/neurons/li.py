@@ -6,7 +6,7 @@ from torch import Tensor
 
 from spikefuse.neurons.definition import Neuron, State, States
 from spikefuse.neurons.lif import leaky
-from spikefuse.neurons.parameters import Value, number
+from spikefuse.neurons.parameters import Value, flag, fraction
 
 
 class LI(Neuron):
@@ -39,8 +39,8 @@ class LI(Neuron):
 
     def __init__(self, decay: Value = 0.5, *, decay_input: bool = False) -> None:
         super().__init__()
-        self.decay = number("decay", decay, 0.0, 1.0)
-        self.decay_input = bool(decay_input)
+        self.decay = self._option("decay", decay, fraction)
+        self.decay_input = self._option("decay_input", decay_input, flag)
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         v = leaky(x, v, self.decay, self.decay_input)

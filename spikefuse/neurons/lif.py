@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
 from spikefuse.neurons.firing import Firing, Reset
-from spikefuse.neurons.parameters import Value, number
+from spikefuse.neurons.parameters import Value, flag, fraction, number
 from spikefuse.neurons.surrogate import Surrogate
 
 Tau = TypeVar("Tau", float, Tensor)
@@ -101,8 +101,8 @@ class LIF(Firing):
         super().__init__(
             threshold, v_reset=v_reset, reset=reset, detach_reset=detach_reset, surrogate=surrogate
         )
-        self.decay = number("decay", decay, 0.0, 1.0)
-        self.decay_input = bool(decay_input)
+        self.decay = self._option("decay", decay, fraction)
+        self.decay_input = self._option("decay_input", decay_input, flag)
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         s, v = self.fire(self.charge(x, v), self.threshold)

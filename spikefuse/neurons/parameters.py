@@ -11,19 +11,25 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from spikefuse._torch import children_of, registries
+from spikefuse.neurons.checks import is_plain
 from spikefuse.neurons.learnable import Learnable, as_text
 
 #: What a parameter may be.
 Value = float | Tensor | Learnable
 NUMBERS = int, float, np.integer, np.floating
+#: Returns the checked value of a parameter, given its name, a value, and bounds.
+Check = Callable[..., Any]
 
 #: A list of one object, which is replaced at every change.
 Version = list[object]
 #: The attribute of a `Holder` with its version, if anything depends on it.
 VERSION = "_changes"
+#: The attribute of a `Holder` with the checks of its parameters by name, each with its bounds.
+CHECKS = "_checks"
 _class_versions: WeakKeyDictionary[type, Version] = WeakKeyDictionary()
 
 
@@ -122,6 +128,9 @@ class Holder(nn.Module, metaclass=_HolderType):
             )
         if name == "training" and value is self.training:
             return  # train() and eval() assign it to every module
+        if name in (checks := vars(self).get(CHECKS, {})) and not self._loads(name, value):
+            check, *bounds = checks[name]
+            value = check(name, value, *bounds)
         if isinstance(value, np.floating):
             value = float(value)
         is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
@@ -132,6 +141,19 @@ class Holder(nn.Module, metaclass=_HolderType):
             del vars(self)[name]
             self.register_buffer(name, value)
         _changed(self)
+
+    def _option(self, name: str, value: Any, check: Check, *bounds: Any) -> Any:
+        """Return an argument of the constructor, and let each assignment to the attribute `name`
+        store what `check(name, value, *bounds)` returns. That of a subclass takes precedence, which
+        passes what this returns to its base."""
+        vars(self).setdefault(CHECKS, {}).setdefault(name, (check, *bounds))
+        return value
+
+    def _loads(self, name: str, value: Any) -> bool:
+        """Whether a learned value, which may have left its range in training, replaces another, as
+        in `load_state_dict(..., assign=True)`."""
+        before = getattr(self, name, None) if isinstance(value, nn.Parameter) else None
+        return isinstance(before, nn.Parameter)
 
     def _has_buffer(self, name: str) -> bool:
         if name in vars(self) or hasattr(type(self), name):
@@ -201,40 +223,78 @@ def _as_text(value: Any) -> str:
 
 
 def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> Any:
-    """Check a parameter: a finite float in [low, high], a tensor or a `Learnable`.
+    """Check a parameter: a finite float in [low, high], a tensor of such values or a `Learnable`.
 
     Raises:
         TypeError: not a number, a floating-point tensor or a `Learnable`.
         ValueError: not finite, or out of range.
     """
+    expected = "a finite number" if math.isinf(low) else "a number in [{:g}, {:g}]"
+    return _check(name, value, _is_between, expected, low, high)
+
+
+def _is_between(x: Any, low: float, high: float) -> Any:
+    return (abs(x) < math.inf) & (low <= x) & (x <= high)
+
+
+def fraction(name: str, value: Any) -> Any:
+    """Check a parameter as `number` does, in [0, 1]."""
+    return number(name, value, 0.0, 1.0)
+
+
+def positive(name: str, value: Any) -> Any:
+    """Check a parameter as `number` does, greater than 0."""
+    return _check(name, value, lambda x: (x > 0) & (x < math.inf), "a positive finite number")
+
+
+def whole(name: str, value: Any, low: int) -> Any:
+    """Check a parameter as `number` does, a whole number of at least `low`; as a float it becomes a
+    run-time value."""
+    return _check(name, value, lambda x, low: (x >= low) & (x % 1 == 0), "an integer >= {}", low)
+
+
+def _check(
+    name: str, value: Any, is_valid: Callable[..., Any], expected: str, *bounds: float
+) -> Any:
     if isinstance(value, Learnable):
         return value
     if isinstance(value, Tensor):
         if not value.is_floating_point():
             raise TypeError(f"{name} is a {value.dtype} tensor: expected a floating-point tensor")
-        return value
-    if isinstance(value, bool) or not isinstance(value, NUMBERS):
+        valid = not _is_known(value) or is_valid(value.detach(), *bounds).all()
+    elif isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"{name} is {value!r}: expected a number, a tensor or a Learnable")
-    if not (math.isfinite(value) and low <= value <= high):
-        bounds = "a finite number" if math.isinf(low) else f"a number in [{low:g}, {high:g}]"
-        raise ValueError(f"{name} is {value!r}: expected {bounds}")
-    return float(value)
+    else:
+        valid = is_valid(float(value), *bounds)
+    if not valid:
+        raise ValueError(f"{name} is {value!r}: expected {expected.format(*bounds)}")
+    return value if isinstance(value, Tensor) else float(value)
 
 
-def positive(name: str, value: Any) -> Any:
-    """Check a parameter as `number` does; a float must be greater than 0."""
-    if isinstance(value, NUMBERS) and not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value!r}: expected a positive finite number")
-    return number(name, value)
+def _is_known(value: Tensor) -> bool:
+    """Whether the values of a tensor can be read, which CUDA graphs and traces do not allow."""
+    if torch.jit.is_tracing() or not is_plain((value,)):  # type: ignore[attr-defined]
+        return False
+    return not (value.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def whole(name: str, value: Any, low: int) -> float:
-    """Check a whole number of at least `low`; as a float it becomes a run-time value.
+def flag(name: str, value: Any) -> bool:
+    """Check a parameter that is True or False.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if not (isinstance(value, int | np.bool_) and value in (0, 1)):
+        raise TypeError(f"{name} is {value!r}: expected True or False")
+    return bool(value)
+
+
+def one_of(name: str, value: Any, *known: str) -> Any:
+    """Check a parameter that is one of the words `known`.
 
     Raises:
         ValueError: it is not.
     """
-    is_number = isinstance(value, NUMBERS) and not isinstance(value, bool)
-    if not (is_number and float(value).is_integer() and value >= low):
-        raise ValueError(f"{name} is {value!r}: expected an integer >= {low}")
-    return float(value)
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}: expected one of {', '.join(known)}")
+    return value

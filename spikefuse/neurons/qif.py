@@ -59,10 +59,10 @@ class QIF(Firing):
         super().__init__(
             threshold, v_reset=v_reset, reset=reset, detach_reset=detach_reset, surrogate=surrogate
         )
-        self.tau = positive("tau", tau)
-        self.v_rest = number("v_rest", v_rest)
-        self.v_critical = number("v_critical", v_critical)
-        self.a0 = number("a0", a0)
+        self.tau = self._option("tau", tau, positive)
+        self.v_rest = self._option("v_rest", v_rest, number)
+        self.v_critical = self._option("v_critical", v_critical, number)
+        self.a0 = self._option("a0", a0, number)
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         s, v = self.fire(self.charge(x, v), self.threshold)

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from spikefuse.neurons.definition import Neuron, State, States
-from spikefuse.neurons.parameters import Value, number, positive
+from spikefuse.neurons.parameters import Value, number, one_of, positive
 from spikefuse.neurons.surrogate import Surrogate, checked
 
 Negative = Literal["never", "undo", "always"]
@@ -20,9 +20,13 @@ class RateIF(Neuron):
     first step, input `x`, spike `s` and the excess `n` of positive over negative spikes::
 
         h = v + (x + shift) / threshold
-        s = 1 if h >= 1, -1 if h < 0 and negative spikes are allowed, else 0
+        p = 1 if h >= 1 else 0
+        q = 1 if h >= 0 else 0
+        s = p - (1 - q) if negative spikes are allowed, else p
         v = h - s,  n = n + s
         y = threshold * s
+
+    The surrogate replaces the derivatives of `p` and `q`; no gradient flows through `n`.
 
     For an input with the mean `m` over T steps, the mean of `y` is `threshold` times
     clip(floor(T * m / threshold + 0.5) / T, 0, 1) if the input is constant. If it varies, negative
@@ -64,14 +68,10 @@ class RateIF(Neuron):
         surrogate: Surrogate | None = None,
     ) -> None:
         super().__init__()
-        self.threshold = positive("threshold", threshold)
-        if negative not in get_args(Negative):
-            raise ValueError(
-                f"negative is {negative!r}: expected one of {', '.join(get_args(Negative))}"
-            )
-        self.negative = negative
-        self.shift = number("shift", shift)
-        self.surrogate = checked(surrogate)
+        self.threshold = self._option("threshold", threshold, positive)
+        self.negative = self._option("negative", negative, one_of, *get_args(Negative))
+        self.shift = self._option("shift", shift, number)
+        self.surrogate = self._option("surrogate", surrogate, checked)
 
     def step(self, x: Tensor, v: Tensor, n: Tensor) -> tuple[Tensor, States]:
         h = v + (x + self.shift) / self.threshold

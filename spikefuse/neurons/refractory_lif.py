@@ -65,7 +65,7 @@ class RefractoryLIF(LIF):
             detach_reset=detach_reset,
             surrogate=surrogate,
         )
-        self.refractory = whole("refractory", refractory, 0)
+        self.refractory = self._option("refractory", refractory, whole, 0)
 
     def step(  # type: ignore[override]
         self, x: Tensor, v: Tensor, pause: Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from spikefuse.neurons.definition import Neuron, State, States
-from spikefuse.neurons.parameters import Value, number
+from spikefuse.neurons.parameters import Value, fraction
 
 
 class ShortTermPlasticity(Neuron):
@@ -52,9 +52,9 @@ class ShortTermPlasticity(Neuron):
         recovery_decay: Value = 0.95,
     ) -> None:
         super().__init__()
-        self.utilization = number("utilization", utilization, 0.0, 1.0)
-        self.facilitation_decay = number("facilitation_decay", facilitation_decay, 0.0, 1.0)
-        self.recovery_decay = number("recovery_decay", recovery_decay, 0.0, 1.0)
+        self.utilization = self._option("utilization", utilization, fraction)
+        self.facilitation_decay = self._option("facilitation_decay", facilitation_decay, fraction)
+        self.recovery_decay = self._option("recovery_decay", recovery_decay, fraction)
 
     def step(self, x: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, States]:
         u = self.facilitation_decay * u

@@ -57,7 +57,7 @@ class SlidingPSN(Neuron):
         for i in range(order):
             self.register_parameter(f"w{i}", nn.Parameter(torch.tensor(0.5**i)))
         self.bias = nn.Parameter(torch.tensor(-1.0))
-        self.surrogate = checked(surrogate)
+        self.surrogate = self._option("surrogate", surrogate, checked)
 
     def step(self, x: Tensor, *states: Tensor) -> tuple[Tensor, States]:
         h: Tensor = self.bias

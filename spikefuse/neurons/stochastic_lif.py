@@ -56,7 +56,7 @@ class StochasticLIF(LIF):
     ) -> None:
         firing: Any = {"v_reset": v_reset, "reset": reset, "detach_reset": detach_reset}
         super().__init__(decay, threshold, decay_input=decay_input, **firing)
-        self.temperature = positive("temperature", temperature)
+        self.temperature = self._option("temperature", temperature, positive)
         del self.surrogate
 
     def forward(self, x: Tensor, noise: Tensor | None = None, **options: Any) -> Any:

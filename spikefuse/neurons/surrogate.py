@@ -130,7 +130,7 @@ class Sigmoid(Surrogate):
 
     def __init__(self, width: Value = 4.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
-        self.width = positive("width", width)
+        self.width = self._option("width", width, positive)
 
     def derivative(self, u: Tensor) -> Tensor:
         s = torch.sigmoid(self.width * u)
@@ -153,7 +153,7 @@ class Arctan(Surrogate):
 
     def __init__(self, width: Value = 2.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
-        self.width = positive("width", width)
+        self.width = self._option("width", width, positive)
 
     def derivative(self, u: Tensor) -> Tensor:
         scaled = (math.pi / 2) * self.width * u
@@ -181,7 +181,8 @@ class FastSigmoid(Surrogate):
 
     def __init__(self, width: Value = 10.0, height: Value = 1.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
-        self.width, self.height = positive("width", width), positive("height", height)
+        self.width = self._option("width", width, positive)
+        self.height = self._option("height", height, positive)
 
     def derivative(self, u: Tensor) -> Tensor:
         base = 1 + self.width * torch.abs(u)
@@ -204,7 +205,7 @@ class PiecewiseQuadratic(Surrogate):
 
     def __init__(self, width: Value = 1.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
-        self.width = positive("width", width)
+        self.width = self._option("width", width, positive)
 
     def derivative(self, u: Tensor) -> Tensor:
         return self.width * torch.clamp(1 - self.width * torch.abs(u), min=0.0)
@@ -227,7 +228,8 @@ class Triangle(Surrogate):
 
     def __init__(self, width: Value = 1.0, height: Value = 1.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
-        self.width, self.height = positive("width", width), positive("height", height)
+        self.width = self._option("width", width, positive)
+        self.height = self._option("height", height, positive)
 
     def derivative(self, u: Tensor) -> Tensor:
         return self.height * torch.clamp(1 - torch.abs(u) / self.width, min=0.0)
@@ -262,8 +264,9 @@ class Rectangle(Surrogate):
         numbers = [bound for bound in (left, right) if isinstance(bound, NUMBERS)]
         if not all(map(math.isfinite, numbers)) or (len(numbers) == 2 and numbers[0] >= numbers[1]):
             raise ValueError(f"left, right are {left!r}, {right!r}: expected finite, left < right")
-        self.left, self.right = number("left", left), number("right", right)
-        self.height = positive("height", height)
+        self.left = self._option("left", left, number)
+        self.right = self._option("right", right, number)
+        self.height = self._option("height", height, positive)
 
     def derivative(self, u: Tensor) -> Tensor:
         return self.height * ((u > self.left) & (u < self.right)).to(u.dtype)
@@ -290,7 +293,7 @@ class Erf(Surrogate):
 
     def __init__(self, width: Value = 2.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
-        self.width = positive("width", width)
+        self.width = self._option("width", width, positive)
 
     def derivative(self, u: Tensor) -> Tensor:
         z = self.width * u
@@ -318,7 +321,8 @@ class Gaussian(Surrogate):
 
     def __init__(self, width: Value = 0.5, scale: Value = 1.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
-        self.width, self.scale = positive("width", width), positive("scale", scale)
+        self.width = self._option("width", width, positive)
+        self.scale = self._option("scale", scale, positive)
 
     def derivative(self, u: Tensor) -> Tensor:
         return self.scale * _bell(u / self.width) / self.width
@@ -360,8 +364,10 @@ class MultiGaussian(Surrogate):
         cutoff: Cutoff = None,
     ) -> None:
         super().__init__(cutoff)
-        self.width, self.share = positive("width", width), positive("share", share)
-        self.spread, self.scale = positive("spread", spread), positive("scale", scale)
+        self.width = self._option("width", width, positive)
+        self.share = self._option("share", share, positive)
+        self.spread = self._option("spread", spread, positive)
+        self.scale = self._option("scale", scale, positive)
 
     def _mixed(self, density: Callable[[Tensor], Tensor], u: Tensor, inner: Any) -> Tensor:
         """Return the mixture of `density`; `inner` divides the outer terms."""
@@ -480,12 +486,12 @@ class Custom(Surrogate):
         return name != "cutoff" and self._primal is not None
 
 
-def checked(surrogate: Surrogate | None) -> Surrogate:
-    """Return a surrogate, by default `Sigmoid(4.0)`.
+def checked(name: str, surrogate: Surrogate | None) -> Surrogate:
+    """Check a surrogate; None becomes `Sigmoid(4.0)`.
 
     Raises:
         TypeError: it is something else, such as a class.
     """
     if not isinstance(surrogate, Surrogate | None):
-        raise TypeError(f"surrogate is {surrogate!r}: expected a surrogate like Sigmoid(4.0)")
+        raise TypeError(f"{name} is {surrogate!r}: expected a surrogate like Sigmoid(4.0)")
     return Sigmoid() if surrogate is None else surrogate

@@ -16,11 +16,13 @@ class TernaryLIF(LIF):
 
     Equation, per time step, with potential `v`, input `x`, spike `s` and the `h` of `LIF`::
 
-        s = 1 if h >= threshold, -1 if h <= -threshold, else 0
-        v = h * (1 - |s|) + v_reset * |s|       (hard reset)
+        p = 1 if h >= threshold else 0
+        n = 1 if -h >= threshold else 0
+        s = p - n
+        v = h * (1 - p - n) + v_reset * (p + n) (hard reset)
         v = h - threshold * s                   (soft reset)
 
-    The surrogate replaces the derivative of the spike at both thresholds.
+    The surrogate replaces the derivatives of `p` and `n`.
 
     Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
@@ -54,7 +56,7 @@ class TernaryLIF(LIF):
     ) -> None:
         super().__init__(
             decay,
-            positive("threshold", threshold),
+            self._option("threshold", threshold, positive),
             decay_input=decay_input,
             v_reset=v_reset,
             reset=reset,

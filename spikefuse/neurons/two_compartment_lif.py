@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
 from spikefuse.neurons.firing import Firing, Reset
 from spikefuse.neurons.learnable import LearnableFraction
-from spikefuse.neurons.parameters import Value, number
+from spikefuse.neurons.parameters import Value, fraction, number
 from spikefuse.neurons.surrogate import Surrogate
 
 
@@ -68,9 +66,9 @@ class TwoCompartmentLIF(Firing):
         super().__init__(
             threshold, reset=reset, v_reset=v_reset, detach_reset=detach_reset, surrogate=surrogate
         )
-        self.feedback: Any = LearnableFraction(feedback, channels)
-        self.drive: Any = LearnableFraction(drive, channels)
-        self.gamma = number("gamma", gamma)
+        self.feedback = self._option("feedback", LearnableFraction(feedback, channels), fraction)
+        self.drive = self._option("drive", LearnableFraction(drive, channels), fraction)
+        self.gamma = self._option("gamma", gamma, number)
 
     def step(self, x: Tensor, dendrite: Tensor, soma: Tensor) -> tuple[Tensor, States]:
         d = dendrite - self.feedback * soma + x

@@ -32,6 +32,11 @@ _NAMES: dict[type[nn.Module], str] = {
     nn.Hardtanh: "hardtanh",
     nn.Hardsigmoid: "hardsigmoid",
     nn.Hardswish: "hardswish",
+    nn.Hardshrink: "hardshrink",
+    nn.Softshrink: "softshrink",
+    nn.Tanhshrink: "tanhshrink",
+    nn.Threshold: "threshold",
+    nn.LogSigmoid: "logsigmoid",
 }
 ACTIVATIONS: tuple[type[nn.Module], ...] = tuple(_NAMES)
 

@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from spikefuse._torch import top_saved_tensors_hooks
 from spikefuse.memory.policies import Policy, Recompute
 from spikefuse.memory.spikes import MIN_VALUES, RecordingHook, Spikes, unpack
+from spikefuse.neurons.checks import is_plain
 from spikefuse.neurons.definition import States
-from spikefuse.scan.checks import is_plain
 from spikefuse.scan.layout import unflatten_steps
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.state_passing import StatePassing
@@ -30,7 +30,7 @@ _DEFAULT = Recompute()
 
 @dataclass
 class TemporalCall:
-    """One call of a `Temporal`, or a step of a `Stream`; in a `with` block, layers belong to it.
+    """One call of a `Temporal`, or a step of a `Stream` or a `Loop`; see `active`.
 
     Attributes:
         num_steps: T.
@@ -40,8 +40,8 @@ class TemporalCall:
         final: whether layers return their final states, which go to `finals` by name.
         passing: where first states come from if other processes hold the steps before and after.
         network: that is called.
+        modules: those of the network, itself first; empty if they are not known.
         policy: what layers save for backward; None for `Recompute()`.
-        outer: the call around this one.
     """
 
     num_steps: int
@@ -53,19 +53,13 @@ class TemporalCall:
     passing: StatePassing | None = None
     finals: dict[str, States] = field(default_factory=dict)
     network: nn.Module | None = None
+    modules: Sequence[nn.Module] = ()
     policy: Policy | None = None
-    outer: TemporalCall | None = None
 
     @property
     def has_states(self) -> bool:
         """Whether states are passed in or returned."""
         return self.final or self.initial is not None
-
-    def __enter__(self) -> None:
-        self.outer, active.call = active.call, self
-
-    def __exit__(self, *error: Any) -> None:
-        active.call = self.outer
 
     def refuse_rows(self, neuron: nn.Module, inputs: Sequence[Tensor]) -> None:
         """Raise a ValueError if `neuron`, which is not in the network, would read all rows of the

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from spikefuse._torch import is_traced
-from spikefuse.nn.call import active
+from spikefuse.nn.call import active, inside
 from spikefuse.nn.nesting import flatten, unflatten
 from spikefuse.scan.state_passing import Buffers, Channel, Collectives, StatePassing
 
@@ -114,7 +114,7 @@ class _Runs:
         self.call = active.call
         if self.call is not None:
             # The graph keeps it alive, so that it must not hold results of the graph.
-            self.call = replace(self.call, finals={}, outer=None)
+            self.call = replace(self.call, finals={})
 
     def __call__(self, *args: Any) -> Any:
         first = self.first
@@ -144,7 +144,7 @@ def _run_again(runs: _Runs, args: tuple[Any, ...]) -> Any:
     passing = call.passing
     if passing is not None:
         passing = _Passing(passing, _Arrivals([*runs.arrived], replays=True))
-    with replace(call, passing=passing, finals={}):
+    with inside(replace(call, passing=passing, finals={})):
         return runs.second(*args)
 
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.checks import check_tensor, integer
-from spikefuse.scan.checks import is_plain
+from spikefuse.neurons.checks import check_tensor, integer, is_plain
 
 __all__ = ["delta", "direct", "latency", "poisson", "population"]
 

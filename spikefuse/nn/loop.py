@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.neurons.definition import States
-from spikefuse.nn.call import TemporalCall, active
+from spikefuse.nn.call import TemporalCall, active, inside
 from spikefuse.nn.checkpoint import called_inside
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.over_time import OnSequences
@@ -138,7 +138,7 @@ class Loop(OnSequences):
             call = TemporalCall(
                 1, names, batch, impl=impl, initial=initial, final=True, policy=policy
             )
-            with call:
+            with inside(call):
                 try:
                     found = self.body(now, *last)
                 except Exception as error:

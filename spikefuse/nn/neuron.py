@@ -66,7 +66,7 @@ def call_neuron(neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted
     outputs, finals = tuple(results.outputs), tuple(results.finals)
     is_single = len(outputs) == 1 and not wanted.outputs
     if call is not None:
-        if call.has_states:
+        if wanted.final or call.initial is not None:
             call.finals[call.names[id(neuron)]] = finals
         if is_single:
             return flatten_steps(outputs[0])
@@ -242,15 +242,15 @@ def check_inputs(
             )
     if state is None:
         return
-    expected, states = list(inputs[0].shape[1:]), (*type(neuron).states, *more_states)
+    step, states = inputs[0].shape[1:], (*type(neuron).states, *more_states)
     if not isinstance(state, tuple | list) or len(state) != len(states):
         raise TypeError(f"{name}: state must be a tuple of tensors ({', '.join(states)},)")
     for label, s in zip(states, state, strict=True):
         if not isinstance(s, Tensor) or not s.is_floating_point():
             raise TypeError(f"{name}: state {label} must be a floating-point tensor")
-        if list(s.shape) != expected or s.device != inputs[0].device:
+        if s.shape != step or s.device != inputs[0].device:
             raise ValueError(
-                f"{name}: state {label} is {list(s.shape)} on {s.device}: expected {expected} "
+                f"{name}: state {label} is {list(s.shape)} on {s.device}: expected {list(step)} "
                 f"on {inputs[0].device}, the shape of one time step, since {names[0]} "
                 f"{list(inputs[0].shape)} was read as T={len(inputs[0])}: for a single step use "
                 f"{names[0]}.unsqueeze(0)"

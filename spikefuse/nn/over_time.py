@@ -242,7 +242,7 @@ class PSN(OnSequences):
         self.weight = nn.Parameter(torch.empty(num_steps, num_steps))
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         self.bias = nn.Parameter(torch.full((num_steps, 1), -1.0))
-        self.surrogate = checked(surrogate)
+        self.surrogate = checked("surrogate", surrogate)
 
     def extra_repr(self) -> str:
         return f"{self.num_steps}, order={self.order}"

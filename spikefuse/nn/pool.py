@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from spikefuse.kernels import pool
 from spikefuse.kernels.triton_runtime import interpreted
+from spikefuse.neurons.checks import is_plain
 from spikefuse.nn.call import active
-from spikefuse.scan.checks import check_backend, is_plain
+from spikefuse.scan.checks import check_backend
 
 # Values of an input from which a kernel on a CPU is faster than PyTorch's.
 MIN_VALUES = 1 << 16

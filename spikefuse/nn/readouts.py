@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.checks import check_tensor
-from spikefuse.scan.checks import is_plain
+from spikefuse.neurons.checks import check_tensor, is_plain
 
 __all__ = ["last", "max", "mean", "sum", "valid_steps"]
 

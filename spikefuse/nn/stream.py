@@ -8,11 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spikefuse._torch import Modules
+from spikefuse.kernels.norm import BatchNorm
 from spikefuse.neurons.definition import States
-from spikefuse.nn.call import TemporalCall
+from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.reading import missing_dims
-from spikefuse.nn.temporal import Temporal, check_state, layers_with_states, run_captured
+from spikefuse.nn.temporal import (
+    LAYERS,
+    Temporal,
+    check_state,
+    layers_with_states,
+    run_captured,
+)
 
 
 class Stream:
@@ -63,6 +71,7 @@ class Stream:
             raise ValueError("net contains a Temporal: stream the Temporal, or the network in it")
         self.net = net
         self._state: dict[str, States] | None = None
+        self._listed = Modules((*LAYERS, BatchNorm), "net")
 
     @property
     def state(self) -> dict[str, States] | None:
@@ -88,19 +97,24 @@ class Stream:
         return f"{type(self).__name__}({self.net})"
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        layers = layers_with_states(self.net, one_step=True)
+        modules, listed = self._listed.of(self.net)
+        layers = layers_with_states(self.net, one_step=True, listed=listed)
         names = dict(zip(map(id, layers.values()), layers, strict=True))
         x = inputs[0] if inputs else None
         batch = len(x) if isinstance(x, Tensor) and x.ndim else 1
         call = TemporalCall(1, names, batch, initial=self._state, final=True)
+        call.modules = modules
+        outer, active.call = active.call, call
         try:
-            with torch.no_grad(), call:
+            with torch.no_grad():
                 y = run_captured(self.captured, run_step, self.net, inputs, kwargs)
         except Exception as error:
             is_misread = isinstance(x, Tensor) and missing_dims(self.net, x) is not None
             if is_misread or self._state is not None:
                 error.add_note("a stream reads its inputs as one time step [B, ...], without T")
             raise
+        finally:
+            active.call = outer
         # A network need not call all of its layers at each step.
         self._state = {**dict.fromkeys(layers, ()), **(self._state or {}), **call.finals}
         return y

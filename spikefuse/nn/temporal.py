@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from spikefuse._torch import is_traced
+from spikefuse._torch import Modules, is_traced
 from spikefuse.kernels.norm import BatchNorm, by_batch
 from spikefuse.kernels.triton_runtime import prepare
 from spikefuse.memory.policies import Checkpoint, Policy, Recompute
 from spikefuse.neurons.checks import check_tensor
 from spikefuse.neurons.definition import Neuron, States
-from spikefuse.nn.call import TemporalCall, saving_spikes
+from spikefuse.nn.call import TemporalCall, active, saving_spikes
 from spikefuse.nn.checkpoint import called_inside
 from spikefuse.nn.nesting import map_tensors, map_values, named_values
 from spikefuse.nn.neuron import IMPLEMENTATIONS, check_module
@@ -41,6 +41,10 @@ FOREIGN = {
     "snntorch": ("SpikingNeuron",),
     "spikingjelly": ("MemoryModule",),
 }
+
+
+#: What `layers_with_states` returns, or refuses.
+LAYERS = (Neuron, OnSequences, *SEQUENTIAL)
 
 
 class SparseSequence(Protocol):
@@ -143,6 +147,8 @@ class Temporal(nn.Module):
         self.passing: StatePassing | None = None
         #: Runs `run_folded` as a fused graph, see `spikefuse.fuse`; None to call it.
         self.captured: Callable[..., Any] | None = None
+        #: The layers inside that may have states.
+        self.listed = Modules(LAYERS, "net")
 
     def extra_repr(self) -> str:
         shown = ["batch_first=True"] if self.batch_first else []
@@ -163,7 +169,9 @@ class Temporal(nn.Module):
         impl: str = "auto",
         **kwargs: Any,
     ) -> Any:
-        layers, traced = layers_with_states(self.net), is_traced()
+        traced = is_traced()
+        modules, listed = ([], None) if traced else self.listed.of(self.net)
+        layers = layers_with_states(self.net, listed=listed)
         sequences = self._sequences(inputs, kwargs)
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
@@ -174,7 +182,8 @@ class Temporal(nn.Module):
             num_steps, batch = batch, num_steps
         names = dict(zip(map(id, layers.values()), layers, strict=True))
         call = TemporalCall(num_steps, names, batch, impl, state, return_state)
-        call.passing, call.network, call.policy = self.passing, self.net, self.memory
+        call.passing, call.policy = self.passing, self.memory
+        call.network, call.modules = self.net, modules
         if not traced:
             called_inside.update(layers.values())
         if call.passing is not None:
@@ -188,13 +197,13 @@ class Temporal(nn.Module):
         if self.captured is None and capture is not None and not traced:
             self.captured = capture()
         captured = None if impl == "reference" else self.captured
+        outer, active.call = active.call, call
         try:
-            with call:
-                if traced or captured is not None:
-                    folded = run_captured(captured, run_folded, self.net, args, kwargs)
-                else:
-                    with saving_spikes():
-                        folded = run_folded(self.net, args, kwargs)
+            if traced or captured is not None:
+                folded = run_captured(captured, run_folded, self.net, args, kwargs)
+            else:
+                with saving_spikes():
+                    folded = run_folded(self.net, args, kwargs)
         except Exception as error:
             if traced:
                 raise
@@ -203,6 +212,8 @@ class Temporal(nn.Module):
             if note:
                 error.add_note(note)
             raise inside(self.net, error)  # noqa: B904 (it is the same error)
+        finally:
+            active.call = outer
         if call.passing is not None:
             call.passing.end()
 
@@ -328,7 +339,10 @@ def _swap_dims(x: Tensor) -> Tensor:
 
 
 def layers_with_states(
-    net: nn.Module, one_step: bool = False, in_loop: bool = False
+    net: nn.Module,
+    one_step: bool = False,
+    in_loop: bool = False,
+    listed: Iterable[tuple[str, nn.Module]] | None = None,
 ) -> dict[str, Neuron | OnSequences]:
     """The neurons in `net`, and other layers that carry a state, by their qualified name in a
     `Temporal` of it, such as "net.1".
@@ -336,6 +350,7 @@ def layers_with_states(
     Args:
         one_step: whether `net` runs a single step, where batch norms cannot take statistics.
         in_loop: whether `net` passes the states of cells of torch.nn on itself.
+        listed: the `LAYERS` in `net`, and with `one_step` its batch norms, if they are known.
 
     Raises:
         TypeError: a layer of torch.nn has a memory of its own.
@@ -345,7 +360,7 @@ def layers_with_states(
     layers: dict[str, Neuron | OnSequences] = {}
     # Where dim 0 is time, any layer may run, and within a loop over time a cell.
     allowed: list[tuple[str, tuple[type, ...]]] = [("net", (nn.RNNCellBase,))] if in_loop else []
-    for name, module in net.named_modules(prefix="net"):
+    for name, module in net.named_modules(prefix="net") if listed is None else listed:
         if isinstance(module, OnSequences):
             kinds = SEQUENTIAL if isinstance(module, OverTime) else (nn.RNNCellBase,)
             allowed.append((f"{name}.", kinds))

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from spikefuse._torch import is_traced, num_dispatch_modes
 from spikefuse.compiler.adjoint import has_gradient
 from spikefuse.kernels.triton_runtime import interpreted
+from spikefuse.neurons.checks import PLAIN, is_plain
 from spikefuse.neurons.definition import Neuron, channel_view
 from spikefuse.neurons.surrogate import no_gradient
 from spikefuse.scan.records import Tensors
@@ -26,9 +26,6 @@ NO_EXPORT = (
 )
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-#: Types of tensors whose operations no subclass overrides.
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def refuse_export() -> None:
@@ -76,23 +73,6 @@ def check_param(definition: Neuron, name: str, value: Tensor, x: Tensor) -> None
         )
     if value.requires_grad and not has_gradient(definition, name):
         raise no_gradient(name)
-
-
-def is_plain(tensors: Tensors) -> bool:
-    """Whether nothing observes or transforms operations on these tensors, so that the dispatcher
-    can be skipped."""
-    if is_traced() or num_dispatch_modes():
-        return False
-    try:
-        for t in tensors:
-            if type(t) not in PLAIN or not (t.data_ptr() or t.numel() == 0):
-                return False
-    except RuntimeError:  # function transforms hide the memory
-        return False
-    # Outside of forward-mode differentiation, the first tensor is unpacked into itself.
-    if not tensors or unpack_dual(tensors[0]).primal is tensors[0]:
-        return True
-    return all(unpack_dual(t).tangent is None for t in tensors)
 
 
 def are_transformed(tensors: Tensors) -> bool:

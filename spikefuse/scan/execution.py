@@ -45,7 +45,8 @@ class Execution:
         #: In place of one tensor for each state.
         self.no_states = (None,) * self.num_states
         #: Saved states per neuron. The first chunk starts from the initial state.
-        self.num_saved = (self.layout.num_steps - 1) // self.program.chunk(self.layout.num_steps)
+        num_steps = self.layout.num_steps
+        self.num_saved = (num_steps - 1) // self.program.chunk(num_steps) if step.states else 0
         memory = self.layout.shape, self.layout.all_strides
         self._new_sequence = partial(torch.empty_strided, *memory)
         self._inputs = inputs

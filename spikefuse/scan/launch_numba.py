@@ -10,7 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spikefuse.kernels.numba_host import LINE, arrays, shared
+from spikefuse.kernels.numba_host import (
+    LARGE,
+    LINE,
+    advise_huge_pages,
+    array_of,
+    arrays,
+    shared,
+)
 from spikefuse.kernels.vectors_numba import ROWS, add_spike_rows, panels
 from spikefuse.scan.layout import Layout
 from spikefuse.scan.program import Operands, Variant
@@ -22,20 +29,31 @@ _MIN_ROW = 1 << 10
 
 
 class _Launch:
-    """A kernel and its integer arguments."""
+    """A kernel and its arguments, except for the addresses of arrays and the parameters."""
 
     def __init__(
-        self, kernel: Any, layout: Layout, sequences: Sequence[Tensor], variant: Variant, *_: bool
+        self,
+        kernel: Any,
+        layout: Layout,
+        sequences: Sequence[Tensor],
+        variant: Variant,
+        by_channel: bool,
+        has_sums: bool,
     ) -> None:
         assert not any(variant)
         self.kernel = kernel
-        self.strides = [layout.strides(x) for x in sequences]
-        size = layout.num_steps * layout.num_neurons * sequences[-1].itemsize
-        streamed = size >= _STREAMED and layout.inner >= _MIN_ROW
+        count = layout.num_steps * layout.num_neurons
+        streamed = count * sequences[-1].itemsize >= _STREAMED and layout.inner >= _MIN_ROW
+        channels = layout.channels, layout.channel_inner
         self.sizes = (
-            *(layout.num_steps, layout.num_neurons, layout.inner, layout.channels),
-            *(layout.channel_inner, streamed),
+            *(layout.num_steps, layout.num_neurons, layout.inner),
+            *(channels if by_channel else (1, layout.num_neurons)),
+            streamed,
         )
+        self.strided: list[Any] = []
+        for x in sequences:
+            self.strided += (array_of(x.dtype), *layout.strides(x))
+        self.is_large = count * max(x.itemsize for x in sequences) >= LARGE
 
     def __call__(
         self,
@@ -45,18 +63,19 @@ class _Launch:
         params: Sequence[float | Tensor],
     ) -> None:
         num_steps, count, _, channels = self.sizes[:4]
-        partial, rows = None, 1
-        if sums:
-            # Each thread's range of neurons has sums of its own.
-            rows = torch.get_num_threads()
-            partial = torch.zeros((len(sums), rows, channels), dtype=torch.float64)
-        tensors = [p for p in params if isinstance(p, Tensor)]
-        totals = () if partial is None else partial.unbind(0)
-        values = iter(arrays((*sequences, *states, *totals, *tensors), are_large=True))
-        arguments: list[Any] = [rows, *self.sizes]
-        for strides in self.strides:
-            arguments += (next(values), *strides)
-        arguments += islice(values, len(states) + len(sums))
+        # Each thread's range of neurons has sums of its own.
+        rows = torch.get_num_threads() if sums else 1
+        partial = torch.zeros((len(sums), rows, channels), dtype=torch.float64) if sums else None
+        accessed = *sequences, *states, *(() if partial is None else partial.unbind(0))
+        addresses = []
+        for x in accessed:
+            addresses.append(0 if x is None else x.data_ptr())
+            if self.is_large and x is not None:
+                advise_huge_pages(x)
+        arguments = [rows, *self.sizes, tuple(addresses), *self.strided]
+        arguments += [_FLOATS] * len(states) + [_DOUBLES] * len(sums)
+        tensors = [*filter(torch.is_tensor, params)]
+        values = iter(arrays(tensors) if tensors else ())
         for p in params:
             if not isinstance(p, Tensor):
                 arguments.append(np.float32(p))
@@ -69,6 +88,9 @@ class _Launch:
                 total.copy_(found)
 
 
+_FLOATS, _DOUBLES = array_of(torch.float32), array_of(torch.float64)
+
+
 #: See `spikefuse.scan.program.Launcher`.
 prepare = _Launch
 
@@ -77,7 +99,7 @@ def sums_shape(
     layout: Layout, itemsize: int, device: torch.device, by_channel: bool
 ) -> tuple[tuple[int], torch.dtype]:
     """See `spikefuse.scan.program.Launcher`: threads add their sums to one for each channel."""
-    return (layout.channels,), torch.float64
+    return (layout.channels if by_channel else 1,), torch.float64
 
 
 # Multiplications of a recurrent product that take about the time of one neuron-step.

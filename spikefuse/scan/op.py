@@ -16,15 +16,10 @@ import torch
 from torch import Tensor
 
 from spikefuse._torch import is_traced
+from spikefuse.neurons.checks import is_plain
 from spikefuse.neurons.definition import Neuron, with_outputs
 from spikefuse.scan import microbatches
-from spikefuse.scan.checks import (
-    check_backend,
-    check_param,
-    is_plain,
-    refuse_export,
-    refuse_transforms,
-)
+from spikefuse.scan.checks import check_backend, check_param, refuse_export, refuse_transforms
 from spikefuse.scan.double_backward import no_double_backward, refuse_double_backward
 from spikefuse.scan.execution import Execution, execution_of
 from spikefuse.scan.microbatches import Gradients
@@ -54,10 +49,12 @@ def scan(definition: Neuron, arguments: Arguments[Tensor], wanted: Wanted) -> Re
         wanted: its `impl` is "triton" or "numba".
     """
     inputs, states, _, _, _, passing = arguments
-    check_backend(wanted.impl, inputs[0])
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        refuse_export()
     known = None
     if not is_traced():
-        known = definition.description().cache.get((wanted.impl, wanted.outputs))
+        key = wanted.impl, wanted.outputs, inputs[0].device
+        known = definition.description().cache.get(key)
     program, scalars, params = known or choose(definition, inputs[0], wanted)
     call = Call(program, scalars, passing)
     arguments = Arguments(inputs, states, params, (), scalars, passing)
@@ -292,6 +289,7 @@ def choose(definition: Neuron, x: Tensor, wanted: Wanted) -> tuple[str, list[flo
     """The name of the program of a definition for inputs like `x`, and the floats and tensors of
     the definition that it reads."""
     backend, outputs = wanted.impl, wanted.outputs
+    check_backend(backend, x)
     if is_traced():
         cache, values = None, definition.values()
         name, used = definition.evaluate(_prepare, backend, kinds_of(values), outputs)
@@ -310,7 +308,7 @@ def choose(definition: Neuron, x: Tensor, wanted: Wanted) -> tuple[str, list[flo
             check_param(definition, label, value, x)
             params.append(value)
     if cache is not None and all(isinstance(value, float) for value in values.values()):
-        cache[backend, outputs] = name, scalars, params
+        cache[backend, outputs, x.device] = name, scalars, params
     return name, scalars, params
 
 

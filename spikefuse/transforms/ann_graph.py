@@ -218,6 +218,7 @@ class Recorder(fx.Interpreter):
 
     def __init__(self, net: fx.GraphModule, also: tuple[type[nn.Module], ...]) -> None:
         super().__init__(net)
+        self.extra_traceback = False  # the lines of the graph, which are not the user's
         self.net, self.also = net, also
         self.values: dict[fx.Node, Tensor] = {}
         self.active: dict[fx.Node, int] = {}

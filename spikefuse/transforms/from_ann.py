@@ -257,7 +257,7 @@ class Activation:
         self._sums.append(rows.double().sum(0))
         self._maxima.append(rows.abs().amax(0))
         size = min(len(rows), max(1, SAMPLES // rows.shape[1]))
-        chosen = torch.randint(len(rows), (size,), generator=self._generator)
+        chosen = torch.randperm(len(rows), generator=self._generator)[:size]
         self._samples.append(rows[chosen.to(rows.device)])
 
     @property

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from spikefuse._torch import version
+from spikefuse._torch import Modules, tensors_of, version
 from spikefuse.graph import capture
 from spikefuse.graph.capture import NotRecordable, static_copy, stored
 from spikefuse.neurons.parameters import Holder
@@ -149,6 +149,7 @@ class GraphStep(Generic[P, R]):
         self._places: Any = None
         self._parameters: list[Tensor] = []
         self._modules: list[nn.Module] = []
+        self._listed: dict[nn.Module, Modules] = {}
         self._settings: list[tuple[dict[str, Any], str]] = []  # names in modules
         self._eager_calls: dict[Any, int] = {}
         self._graphs: dict[Any, _Graph] = {}
@@ -222,9 +223,12 @@ class GraphStep(Generic[P, R]):
     def _look(self, leaves: list[Any]) -> None:
         """Look at what the parts hold. Drop the graphs if any of it has moved."""
         self._parts.update((x, None) for x in leaves if isinstance(x, PARTS))
-        modules = [part for part in self._parts if isinstance(part, nn.Module)]
+        roots = [part for part in self._parts if isinstance(part, nn.Module)]
         self._rates.optimizers = optimizers = [o for o in self._parts if isinstance(o, Optimizer)]
-        tensors = [x for m in modules for x in (*m.parameters(), *m.buffers())]
+        modules: list[nn.Module] = []
+        for root in roots:
+            modules += self._listed.setdefault(root, Modules()).of(root)[0]
+        tensors = tensors_of(modules)
         tensors += [x for o in optimizers for group in o.param_groups for x in group["params"]]
         held = [*tensors, *(o.state for o in optimizers)]
         places = [*map(id, held)], [x.data_ptr() for x in tensors]
@@ -233,7 +237,6 @@ class GraphStep(Generic[P, R]):
             self._held, self._places = held, places
             is_parameter = (type(x) is not Tensor or x.requires_grad for x in tensors)
             self._parameters = list(dict.fromkeys(compress(tensors, is_parameter)))
-        modules = [part for m in modules for part in m.modules()]
         if modules != self._modules:
             self._modules = modules
             self._settings = [

@@ -80,7 +80,7 @@ def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx
     Source: Pedersen et al., "Neuromorphic intermediate representation: A unified instruction set
     for interoperable brain-inspired computing", Nature Communications 15, 2024.
     """
-    nir, dt, surrogate = package(), check_dt(dt), checked(surrogate)
+    nir, dt, surrogate = package(), check_dt(dt), checked("surrogate", surrogate)
     source = "the graph"
     if isinstance(graph, str | os.PathLike):
         source, graph = f"the graph in {os.fspath(graph)}", _graph_in(graph)

@@ -43,8 +43,8 @@ def spiking(
     Args:
         model: a network of one time step, `[B, ...]` to `[B, ...]`.
         neuron: makes one neuron per call, such as `lambda: spikefuse.LIF(decay=0.5)`.
-        replace: the activation classes to replace. Leave out nn.Sigmoid and nn.Tanh where they are
-            gates.
+        replace: the activation classes to replace, by default all pointwise ones of torch.nn. Leave
+            out nn.Sigmoid and nn.Tanh where they are gates.
         copy: if False, replace the activations of `model` itself.
 
     Raises:

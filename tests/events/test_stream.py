@@ -66,6 +66,9 @@ def test_wrong_layers_and_inputs() -> None:
     stream = EventStream(net)
     with pytest.raises(ValueError, match=r"of shape \[1, 30\]: expected float32 \[30\]"):
         stream(torch.zeros(1, 30))
+    for value in (0.5, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="values other than 0 and 1"):
+            stream(torch.full((30,), value))
     stream(torch.zeros(30))
     assert stream.state is not None
     assert list(stream.state) == ["net.0.neuron", "net.1.neuron"]

@@ -193,6 +193,8 @@ def test_modes(mode: str) -> None:
     fused = sf.fuse(copy.deepcopy(net), mode=mode)
     with torch.no_grad():
         torch.testing.assert_close(fused(x), net(x), rtol=1e-3, atol=1e-3)
+        alone = sf.Temporal(lif())
+        assert torch.equal(sf.fuse(alone, mode=mode)(x), alone(x, impl="reference"))
     assert len(fused.fusion.fused) == 1
 
 

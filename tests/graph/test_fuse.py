@@ -364,3 +364,13 @@ def test_norms_outside_of_a_temporal() -> None:
     net(torch.rand(4, 2, 3))
     assert [place.norm for place in net.fusion.places] == ["0.net.0", "2"]
     assert net.fusion.left[-1].reason == "it is called outside Temporal"
+
+
+def test_each_network_lists_its_own_modules() -> None:
+    net, x = network(), torch.randn(4, 3, 6)
+    fused = sf.fuse(net)
+    known = net.listed.of(net.net)[0]
+    for model in (fused, net, copy.deepcopy(net)):
+        model(x)
+        assert model.listed.of(model.net)[0][0] is model.net
+    assert net.listed.of(net.net)[0] is known

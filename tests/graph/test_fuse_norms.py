@@ -393,6 +393,10 @@ def test_one_step_or_sample(name: str, shape: tuple[int, ...]) -> None:
         for model in (net, sf.fuse(net)):
             with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
                 model(torch.randn(shape))
+        fused = sf.fuse(net).eval()
+        x = torch.randn(shape)
+        torch.testing.assert_close(fused(x), net.eval()(x))
+        assert len(fused.fusion.fused) == 1
     else:
         fused = compare(net, torch.randn(shape))
         assert Place("net.bn", "net.lif", FUSED[name][1]) in fused.fusion.fused

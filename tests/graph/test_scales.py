@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
-from spikefuse.graph import operations
+from spikefuse.block.functional import Norm
+from spikefuse.graph import operations, scales
 
 
 class Deep(nn.Module):
@@ -68,19 +69,19 @@ CASES = {
     "chain": (chain, [4, 4, 4, 4]),
     "frozen start": (frozen_start, [4, 4]),
     "changed": (changed, [3, 3]),
-    "other eps": (other_eps, []),
+    "other eps": (other_eps, [3, 3, 3, 3]),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, compute = list[int](), operations.scales
+    counts, compute = list[int](), operations.with_scales
 
-    def counted(variances: list[Tensor], *given: object) -> object:
-        counts.append(len(variances))
-        return compute(variances, *given)
+    def counted(norms: list[Norm]) -> list[Norm]:
+        counts.append(len(norms))
+        return compute(norms)
 
-    monkeypatch.setattr(operations, "scales", counted)
+    monkeypatch.setattr(operations, "with_scales", counted)
     torch.manual_seed(0)
     forward, together = CASES[name]
     net = sf.Temporal(Deep(forward))
@@ -101,3 +102,19 @@ def test_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
     assert counts == together
     assert len(fused.fusion.fused) == 4
+
+
+@torch.no_grad()
+def test_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vectors are converted before they are computed with, together as each alone."""
+    torch.manual_seed(0)
+    net, x = sf.Temporal(Deep(chain)).bfloat16(), torch.randn(4, 8, 3).bfloat16()
+    together = sf.fuse(copy.deepcopy(net))(x)
+    monkeypatch.setattr(scales, "MIN_NORMS", 9)
+    assert torch.equal(together, sf.fuse(copy.deepcopy(net))(x))
+    norm = net.net.parts[1][1]
+    plain = sf.Temporal(nn.Sequential(norm, sf.LI(0.5)))
+    x = torch.randn(4, 50, 6).bfloat16()
+    truth = sf.Temporal(copy.deepcopy(plain.net).double())(x.double(), impl="reference")
+    actual, expected = (float((y(x) - truth).abs().mean()) for y in (sf.fuse(plain), plain))
+    assert actual < expected

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -9,6 +12,8 @@ import spikefuse as sf
 from spikefuse.neurons.fixed_point import fixed_point
 from spikefuse.testing import Backends, assert_matches_reference, make_input
 from tests.neurons.traces import trace
+
+BITS = -1, 1, True, "8", 2.5
 
 
 def test_rounds_and_saturates() -> None:
@@ -37,6 +42,25 @@ def test_states_of_a_neuron() -> None:
     x = torch.tensor([0.3, 0.3, 0.9, 4.0, -7.0, 0.4])[:, None]
     _, v = neuron(x, outputs=("spikes", "v"), impl="reference")
     assert v[:, 0].tolist() == [row[0] for row in history]
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+@pytest.mark.parametrize(
+    ("bits", "step", "message"),
+    [
+        *((b, 0.25, "state_bits is .*: expected an integer of at least 2, or 0") for b in BITS),
+        *((8, s, "v_step is .*: expected a positive finite number") for s in (0.0, -1, torch.nan)),
+        (8, "x", "v_step is 'x': expected a number"),
+        (8, None, r"state_bits is 8, but IF has no v_step: .*neuron\.v_step = 1 / 64"),
+    ],
+)
+def test_wrong_bits_and_steps(bits: Any, step: Any, message: str, impl: str) -> None:
+    neuron = sf.IF()
+    neuron.state_bits, neuron.v_step = bits, step
+    with pytest.raises((TypeError, ValueError), match=message):
+        neuron(torch.ones(2, 1, 1), impl=impl)
+    neuron.state_bits = 0
+    assert neuron(torch.ones(2, 1, 1), impl="reference").sum() == 2
 
 
 class Own(sf.Neuron):

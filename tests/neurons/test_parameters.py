@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import spikefuse
 from spikefuse import LearnableFraction, LearnablePositive
@@ -17,7 +19,7 @@ from spikefuse.nn import encode
 
 
 def test_number() -> None:
-    learnable, tensor = LearnableFraction(0.5), torch.tensor(7.0)
+    learnable, tensor = LearnableFraction(0.5), torch.tensor([0.0, 0.5, 1.0])
     assert number("p", learnable, 0, 1) is learnable
     assert number("p", tensor, 0, 1) is tensor
     assert [number("p", 0, 0, 1), number("p", 1, 0, 1)] == [0.0, 1.0]
@@ -40,6 +42,97 @@ def test_positive_accepts_learnable() -> None:
     learnable = Learnable()
     assert positive("p", learnable) is learnable
     assert positive("p", 2) == 2.0
+
+
+NAN, INF = float("nan"), float("inf")
+WRONG: list[tuple[Any, str, list[Any], str]] = [
+    (spikefuse.LIF, "decay", [NAN, 1.5, -1], r"expected a number in \[0, 1\]"),
+    (spikefuse.LIF, "decay", ["x", None, True], "expected a number, a tensor or a Learnable"),
+    (spikefuse.LIF, "threshold", [INF], "expected a finite number"),
+    (spikefuse.LIF, "detach_reset", ["yes", 2, None], "expected True or False"),
+    (spikefuse.LIF, "decay_input", [0.5], "expected True or False"),
+    (spikefuse.LIF, "reset", ["zero", None], "expected one of hard, soft"),
+    (spikefuse.LIF, "surrogate", [torch.sigmoid, Sigmoid], r"expected a surrogate like Sigmoid\(4"),
+    (spikefuse.TernaryLIF, "threshold", [0.0, -1], "expected a positive finite number"),
+    (spikefuse.IntegerLIF, "levels", [0, 2.5, INF], "expected an integer >= 1"),
+    (spikefuse.IntegerLIF, "levels", [True, "2"], "expected a number, a tensor or a Learnable"),
+    (spikefuse.RefractoryLIF, "refractory", [1.5, -1], "expected an integer >= 0"),
+    (spikefuse.RateIF, "negative", ["sometimes"], "expected one of never, undo, always"),
+    (Sigmoid, "width", [-1.0], "expected a positive finite number"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "values", "message"), WRONG)
+def test_arguments_and_assigned_values(
+    kind: type[Holder], name: str, values: list[Any], message: str
+) -> None:
+    holder = kind()
+    before = getattr(holder, name)
+    for value in values:
+        for give in (lambda v: kind(**{name: v}), lambda v: setattr(holder, name, v)):
+            with pytest.raises((TypeError, ValueError), match=f"{name} is .*: {message}"):
+                give(value)
+    assert getattr(holder, name) is before
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values"),
+    [
+        (spikefuse.LIF, "decay", [0.5, 1.6]),
+        (spikefuse.TernaryLIF, "threshold", -1.0),
+        (spikefuse.QIF, "tau", -2.0),
+        (spikefuse.RateIF, "threshold", [1.0, -1.0]),
+        (spikefuse.LIF, "threshold", [NAN, 1.0]),
+        (spikefuse.IntegerLIF, "levels", [2.0, 2.5]),
+    ],
+)
+def test_tensors_out_of_range(kind: type[Holder], name: str, values: Any) -> None:
+    tensor, holder = torch.tensor(values), kind()
+    for wrong in (tensor, tensor.half(), nn.Parameter(tensor)):
+        with pytest.raises(ValueError, match=rf"{name} is (.|\n)*: expected a"):
+            kind(**{name: wrong})
+        with pytest.raises(ValueError, match=rf"{name} is (.|\n)*: expected a"):
+            setattr(holder, name, wrong)
+    kind(**{name: tensor.to("meta")})
+
+
+def test_tensors_whose_values_are_not_known() -> None:
+    def total(decay: torch.Tensor) -> torch.Tensor:
+        neuron = spikefuse.LIF(threshold=9.0)
+        neuron.decay = decay
+        return neuron(torch.ones(2, 1, 1), return_state=True, impl="reference")[1][0].sum()
+
+    decays = torch.tensor([0.5, 2.0])  # 2 is out of range, v = decay + 1
+    assert torch.func.vmap(total)(decays).tolist() == [1.5, 3.0]
+    assert torch.func.vmap(torch.func.grad(total))(decays).tolist() == [1.0, 1.0]
+    with FakeTensorMode():
+        spikefuse.LIF().decay = torch.tensor(2.0)
+
+
+def test_learned_values_may_leave_their_range() -> None:
+    neurons = [spikefuse.LIF(nn.Parameter(torch.tensor(0.5))) for _ in range(2)]
+    with torch.no_grad():
+        neurons[0].decay.fill_(1.25)
+    neurons[1].load_state_dict(neurons[0].state_dict(), assign=True)
+    for neuron in (*neurons, copy.deepcopy(neurons[0])):
+        _, (v,) = neuron(torch.full((2, 1, 1), 0.25), return_state=True, impl="reference")
+        assert v.item() == 1.25 * 0.25 + 0.25
+    with pytest.raises(ValueError, match=r"expected a number in \[0, 1\]"):
+        copy.deepcopy(neurons[0]).decay = 1.25
+
+
+def test_checks_in_a_constructor_of_a_user() -> None:
+    class Mine(spikefuse.LIF):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decay = nn.Parameter(torch.tensor([0.5, 0.75]))
+            self.threshold, self.detach_reset, self.leak = 2, np.bool_(True), 7
+
+    mine = Mine()
+    assert (type(mine.threshold), mine.detach_reset, mine.leak) == (float, True, 7)
+    mine.leak = torch.tensor([3, 4])
+    with pytest.raises(TypeError, match=r"decay is a torch\.int64 tensor"):
+        mine.decay = mine.leak
 
 
 def test_plain_tensors_become_buffers() -> None:

@@ -451,7 +451,6 @@ def test_two_compartment_lif() -> None:
             "threshold is 0.0: expected a positive finite number",
         ),
         (lambda: sf.IntegerLIF(levels=0), "levels is 0: expected an integer >= 1"),
-        (lambda: sf.IntegerLIF(levels=True), "levels is True"),
         (lambda: sf.TwoCompartmentLIF(drive=1.0), "strictly between 0 and 1"),
         (lambda: sf.BRF(200.0), r"omega is 200.0: expected a number in \[0, 100\]"),
         (lambda: sf.StochasticLIF(temperature=0.0), "temperature is 0.0"),

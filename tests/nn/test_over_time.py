@@ -243,3 +243,13 @@ def test_sliding_psn(order, device):
     assert torch.equal(torch.stack([stream(step) for step in x]), y)
     with pytest.raises(ValueError, match="order is 0"):
         sf.SlidingPSN(0)
+
+
+def test_gradients_without_a_state(device):
+    """Of more steps than lie between two saved states."""
+    neuron = sf.SlidingPSN(1).to(device)
+    x = torch.randn(40, 2, 3, device=device, requires_grad=True)
+    parameters, weight = [x, *neuron.parameters()], torch.randn(40, 2, 3, device=device)
+    found = torch.autograd.grad((weight * neuron(x)).sum(), parameters)
+    expected = torch.autograd.grad((weight * neuron(x, impl="reference")).sum(), parameters)
+    torch.testing.assert_close(found, expected)

@@ -504,6 +504,28 @@ def test_recurrent_layers_are_refused(layer):
         torch.compile(net, backend="eager")(X)
 
 
+def test_layers_that_are_replaced_between_calls():
+    net = sf.Temporal(nn.Sequential(nn.Linear(6, 6), nn.Sequential(sf.LIF(0.5, 0.3))))
+    copied, stream = copy.deepcopy(net), sf.Stream(net)
+    for _ in range(2):
+        assert [*net(X, return_state=True)[1]] == ["net.1.0"]
+        stream(X[0])
+    net.net[1].add_module("last", sf.LIF(0.9, 0.1))
+    net.net[1][0] = sf.IF(0.2)
+    expected, state = net(X, return_state=True, impl="reference")
+    assert torch.equal(net(X), expected)
+    assert [*state] == ["net.1.0", "net.1.last"]
+    stream.reset()
+    assert torch.equal(torch.stack([stream(x) for x in X]), expected)
+    assert [*copied(X, return_state=True)[1]] == ["net.1.0"]
+    net.net[1][0] = nn.GRUCell(6, 6)
+    for call in (net, lambda x: stream(x[0])):
+        with pytest.raises(TypeError, match=r"layer 'net.1.0' \(GRUCell\) has a memory"):
+            call(X)
+    net.net = nn.Sequential(sf.LIF())
+    assert [*net(X, return_state=True)[1]] == ["net.0"]
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [

@@ -72,7 +72,9 @@ def test_allocations_of_a_call():
     sums = first, last
     assert [(t.shape, t.dtype) for t in grads] == [(X.shape, torch.bfloat16)]
     assert [t.shape for t in starts] == [X.shape[1:]]
-    assert [(list(t.shape), t.dtype) for t in sums] == 2 * [([6], torch.float64)]
+    assert [(list(t.shape), t.dtype) for t in sums] == 2 * [([1], torch.float64)]
+    by_channel = execution(X, neuron=sf.PLIF(channels=6))
+    assert by_channel.new_gradients(needs).params[0].shape == (6,)
 
 
 def test_a_short_sequence_saves_no_states():

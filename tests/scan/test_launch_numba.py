@@ -1,10 +1,13 @@
-"""Results that are streamed past the caches are those that are not; sums of several threads."""
+"""Streamed results, sums of several threads, and states that share memory."""
+
+import copy
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import spikefuse as sf
 from spikefuse.kernels import numba_host
@@ -104,6 +107,43 @@ def test_gradients_by_channel_of_any_number_of_threads(inner):
     expected = gradient(1)
     for threads in (2, 3, 4):
         torch.testing.assert_close(gradient(threads), expected, rtol=1e-5, atol=1e-6)
+
+
+class DelayLine(sf.Neuron):
+    """States that are late copies of others: a line that feeds back, a copy with another start, and
+    two states that swap."""
+
+    a, b, c, d, e, f = (sf.State(value) for value in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5))
+
+    def __init__(self, *scale):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.75))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.0, *scale)) if scale else 0.5
+
+    def step(self, x, a, b, c, d, e, f):
+        y = self.weight * x + self.scale * (b * c + d - f)
+        return torch.sin(y), (0.5 * torch.sin(a * c) + x, a, b, e, d, a)
+
+
+@pytest.mark.parametrize("scale", [(), (5,)], ids=["one value", "channels"])
+@pytest.mark.parametrize("num_steps", [1, 3, 40])
+def test_gradients_of_a_delay_line(num_steps, scale):
+    """In float64, with and without parameters per channel beside one of one value."""
+    generator = torch.Generator().manual_seed(0)
+    neuron, shape = DelayLine(*scale), (num_steps, 3, 5)
+    inputs = torch.randn(2, *shape, generator=generator), torch.rand(7, 3, 5, generator=generator)
+
+    def results(impl, dtype):
+        (x, grad), starts = (t.to(dtype, copy=True) for t in inputs)
+        leaves = [x.requires_grad_(), *(s.requires_grad_() for s in starts[:6])]
+        own = copy.deepcopy(neuron).to(dtype)
+        y, final = own(x, state=leaves[1:], return_state=True, impl=impl)
+        loss = (y * grad).sum() + sum((s * starts[6]).sum() for s in final)
+        return y, *final, *torch.autograd.grad(loss, [*leaves, *own.parameters()])
+
+    expected = results("reference", torch.float64)
+    for found, value in zip(results("numba", torch.float32), expected, strict=True):
+        torch.testing.assert_close(found.double(), value, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("any_threads")

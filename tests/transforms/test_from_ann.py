@@ -124,6 +124,9 @@ def test_thresholds():
     assert layer.clipped == pytest.approx(0.25, abs=0.01)
     neuron = sf.from_ann(net, x, 8, share=1.0, per_channel=True).net.get_submodule("0")
     torch.testing.assert_close(neuron.threshold, torch.tensor([1.0, 3.0]), rtol=0, atol=0.01)
+    # All values of a layer with few of them count.
+    few = torch.arange(1.0, 65.0).unsqueeze(1)
+    assert sf.from_ann(net, few, 64).net.get_submodule("0").threshold == 64
     # One outlier costs more than it brings where there are few levels.
     outlier = torch.cat([x, torch.full((1, 2), 30.0)])
     assert sf.from_ann(net, outlier, 4).net.get_submodule("0").threshold < 10
@@ -243,6 +246,8 @@ def test_refused():
         sf.from_ann(nn.ReLU(), x, also=nn.GELU)
     with pytest.raises(TypeError, match="data has a dict"):
         sf.from_ann(nn.ReLU(), [{"x": x}])
+    with pytest.raises(RuntimeError, match=r"cannot be multiplied \(4x3 and 5x2\)$"):
+        sf.from_ann(nn.Sequential(nn.Linear(5, 2), nn.ReLU()), x)
     with pytest.raises(ValueError, match="num_steps, share are 8, 2"):
         sf.from_ann(nn.ReLU(), x, share=2)
     with pytest.raises(ValueError, match="negative is 'maybe'"):

@@ -424,6 +424,34 @@ def test_replaced_and_loaded_parts(fake_cuda):
     assert torch.equal(*results)
 
 
+def test_replaced_modules(fake_cuda):
+    """Layers, with parameters or without, and tensors of one that was there."""
+    net, x = make_training()[0], torch.ones(2, 4)
+    net = torch.nn.Sequential(net, torch.nn.Sequential())
+
+    @sf.graph_step(net)
+    def step(x):
+        with torch.no_grad():
+            return net(x)
+
+    for change in (
+        lambda: None,
+        lambda: net[0].__setitem__(2, torch.nn.Linear(8, 2)),
+        lambda: net[0].__setitem__(1, torch.nn.ReLU()),
+        lambda: setattr(net[0][0], "bias", torch.nn.Parameter(torch.ones(8))),
+        lambda: net[1].append(torch.nn.BatchNorm1d(2).eval()),
+        lambda: net[1][0].register_buffer("running_mean", torch.ones(2)),
+        lambda: net[1].append(torch.nn.ReLU()),
+        lambda: setattr(net[0][2], "bias", None),
+        lambda: net[1].__delitem__(1),
+    ):
+        change()
+        num_replays = step.num_replays
+        for _ in range(5):
+            torch.testing.assert_close(step(x), net(x).detach(), rtol=0, atol=0)
+        assert step.num_replays > num_replays
+
+
 def test_other_warnings_of_a_step(fake_cuda):
     """A fallback looks for lines that wait for the GPU, among the warnings."""
 

@@ -199,10 +199,17 @@ def test_every_name_has_its_own_neuron() -> None:
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_all_activations(kind: type[nn.Module]) -> None:
-    net = sf.spiking(nn.Sequential(nn.Linear(3, 3), kind()), sf.LIF)
+    activation = nn.Threshold(0.1, 0.0) if kind is nn.Threshold else kind()
+    net = sf.spiking(nn.Sequential(nn.Linear(3, 3), activation), sf.LIF)
     assert [type(m) for m in net] == [nn.Linear, sf.LIF]
     assert kind in FUNCTIONS.values()
     assert kind not in (nn.ReLU, nn.Sigmoid, nn.Tanh) or kind in METHODS.values()
+
+
+def test_no_pointwise_layer_of_torch_is_left_out() -> None:
+    others = {"GLU", "MultiheadAttention", "Softmin", "Softmax", "Softmax2d", "LogSoftmax"}
+    known = {kind.__name__ for kind in ACTIVATIONS}
+    assert {*nn.modules.activation.__all__} <= known | others
 
 
 def test_only_what_is_asked_for_is_replaced() -> None:
