@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spikefuse.data.files import DataError
 from spikefuse.data.images import Examples
 
 # Reads the recordings, sounds or series in a file.
@@ -27,7 +28,7 @@ class Dataset:
     Args:
         shape: shape of an image, (C, H, W), of a frame, (P, H, W), or (W,) for audio, or of a step
             of a series, either.
-        classes: name of each label, or of each value of a target.
+        classes: name of each label, or of each value of a target; empty only with `describe`.
         read: maps (directory, download, **transform) to (training examples, test examples), or to
             (training, validation, test), which are `Images`, `Frames`, `Series` or other
             `Examples`.
@@ -43,6 +44,9 @@ class Dataset:
         describe: if shape and classes depend on the files, maps (directory, **transform) to their
             description.
         name: for error messages.
+
+    Raises:
+        DataError: there are no classes, or two of the same name.
     """
 
     shape: tuple[int, ...]
@@ -54,3 +58,11 @@ class Dataset:
     scale: float = 1.0
     describe: Callable[..., Dataset] | None = None
     name: str = "the dataset"
+
+    def __post_init__(self) -> None:
+        names = self.classes
+        if len(names) == 0 and self.describe is None:
+            raise DataError("classes is empty: name each label, or each value of a target")
+        if len({*names}) < len(names):
+            twice = next(name for i, name in enumerate(names) if name in names[:i])
+            raise DataError(f"classes has {twice!r} twice: give each class a name of its own")

@@ -21,7 +21,7 @@ from torch import Tensor
 from spikefuse.data.dataset import Dataset
 from spikefuse.data.files import DataError, check_regular, find_folder, not_installed
 from spikefuse.data.frames import whole_number
-from spikefuse.data.images import Images, Index
+from spikefuse.data.images import Images, Index, check_index
 from spikefuse.data.listing import list_files
 
 PAGE = "https://www.image-net.org/download.php"
@@ -63,6 +63,7 @@ class ImageFolder:
 
     def __getitem__(self, index: Index) -> Images:
         """Decode the chosen images, using one thread per core."""
+        check_index(index)
         rows = torch.arange(len(self))[index.cpu() if isinstance(index, Tensor) else index]
         pixels = torch.empty((len(rows), *self.shape), dtype=torch.uint8)
         channels, size, _ = self.shape

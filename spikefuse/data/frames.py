@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.data.files import DataError
-from spikefuse.data.images import Examples, Index, Series, check_lengths
+from spikefuse.data.images import Examples, Index, Series, check_index, check_lengths
 from spikefuse.data.recordings import Recording
 from spikefuse.data.sound import Sound
 
@@ -327,6 +327,7 @@ class Frames:
         return len(self.labels)
 
     def __getitem__(self, index: Index) -> Frames:
+        check_index(index)
         return Frames(self.packed[index], self.labels[index], self.shape, self.bits)
 
     @property

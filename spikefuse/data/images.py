@@ -6,8 +6,9 @@ Shape legend: N examples, T time steps, C channels, H rows, W columns, K values 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,6 +54,12 @@ def check_lengths(name: str, values: Tensor, labels: Tensor) -> None:
         )
 
 
+def check_index(index: Any) -> None:
+    """Raise TypeError if an index is a single position, whose example would not be a batch."""
+    if not isinstance(index, slice) and np.ndim(index) == 0:
+        raise TypeError(f"the index is {index!r}: index with a slice, rows or a mask")
+
+
 @dataclass(frozen=True)
 class Images:
     """Labelled images as bytes.
@@ -82,6 +89,7 @@ class Images:
         return len(self.labels)
 
     def __getitem__(self, index: Index) -> Self:
+        check_index(index)
         return type(self)(self.pixels[index], self.labels[index])
 
     @property
@@ -132,6 +140,7 @@ class Subset:
         return len(self.rows)
 
     def __getitem__(self, index: Index) -> Examples:
+        check_index(index)
         if isinstance(index, Tensor):
             index = index.to(self.rows.device)
         return self.whole[self.rows[index]]

@@ -75,11 +75,11 @@ def _list(
     """Return the classes of a part and its files; those of a table number the `known` classes."""
     for name, delimiter, inner in TABLES:
         if (folder / name).is_file():
-            rows = _read_table(folder / name, delimiter, folder / inner, known)
-            classes = tuple(known or sorted({label for _, label in rows}))
+            labels = _read_table(folder / name, delimiter, folder / inner, known)
+            classes = tuple(known or sorted({*labels.values()}))
             numbers = {label: number for number, label in enumerate(classes)}
-            files = tuple(file for file, _ in rows)
-            return classes, Files(files, np.array([numbers[label] for _, label in rows]))
+            targets = np.array([numbers[label] for label in labels.values()])
+            return classes, Files(tuple(labels), targets)
     classes = tuple(_subfolders(folder))
     if not classes:
         raise DataError(
@@ -96,10 +96,10 @@ def _subfolders(folder: Path) -> list[str]:
 
 def _read_table(
     path: Path, delimiter: str, folder: Path, known: Sequence[str] | None
-) -> list[tuple[Path, str]]:
-    """Read rows with a file, its class, and perhaps further columns."""
+) -> dict[Path, str]:
+    """Return the class of each file; rows have a file, its class, and perhaps further columns."""
     text = read_bytes(path, TABLE_BYTES).decode("utf-8-sig", "replace")
-    rows: list[tuple[Path, str]] = []
+    labels: dict[Path, str] = {}
     try:
         for number, row in enumerate(csv.reader(text.splitlines(), delimiter=delimiter), 1):
             name, label = (*row, "", "")[:2]
@@ -112,9 +112,13 @@ def _read_table(
             if not label or label not in (known or [label]):
                 such = f" of training, such as {known[0]}" if known else ""
                 raise DataError(f"{at}: {label!r} is not a class{such}: correct it")
-            rows.append((file, label))
+            if file in labels:
+                raise DataError(
+                    f"{at}: {name!r} is listed before, as {labels[file]!r}: remove one of the rows"
+                )
+            labels[file] = label
     except csv.Error as error:
         raise damaged(path, f"not a table: {error}") from error
-    if not rows:
+    if not labels:
         raise DataError(f"{path} lists no file: add rows of a file and its class")
-    return rows
+    return labels

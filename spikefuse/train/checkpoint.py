@@ -174,10 +174,13 @@ def load(path: Path, names: Mapping[str, str | None] | None = None) -> LoadedRun
                 f"it was saved by spikefuse {entry['version']}, and this is "
                 f"{spikefuse.__version__}: pip install --upgrade spikefuse"
             )
-        settings = {**EARLIER, **entry["config"]}
+        settings = {**EARLIER, **entry["config"], **given}
         if settings.pop("memory_budget", None) is not None:  # of a policy that chose by itself
             settings["memory"] = "recompute"
-        config, history = TrainConfig.from_dict({**settings, **given}), entry["history"]
+        dataset = own.REGISTRIES["dataset"].get(str(settings.get("dataset")))
+        if dataset is not None and dataset.kind != "images":  # whose encoding had no effect
+            settings["encoding"] = "direct"
+        config, history = TrainConfig.from_dict(settings), entry["history"]
         _check_mapping(content["state_dict"], Tensor)
         if not isinstance(history, list):
             raise TypeError(f"history is {type(history).__name__}")

@@ -428,6 +428,14 @@ class TrainConfig:
             return dataset
         return replace(dataset, classes=self.classes, shape=self.shape)
 
+    @property
+    def example(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        """The dtype and the shape of an image, or of all time steps of events or a series."""
+        dataset = self.data
+        dtype = torch.float32 if dataset.kind == "series" else torch.uint8
+        steps = () if dataset.kind == "images" else (self.num_steps,)
+        return dtype, (*steps, *dataset.shape)
+
     def with_files_of(self, dataset: Dataset) -> TrainConfig:
         """Return these settings with the classes and the shape of a dataset's files.
 

@@ -61,6 +61,8 @@ def _data_conflicts(config: TrainConfig) -> Iterator[str]:
             )
     if dataset.kind != "images":
         yield from _given(config, f"{config.dataset} has no images", *choices.OF_IMAGES)
+        if config.encoding != "direct":
+            yield f"encoding is {config.encoding}, but {config.dataset} has no images: remove it"
     if dataset.kind != "events":
         of_events = ("slicing", "slice_us", "slice_events", "drop_events")
         yield from _given(config, f"{config.dataset} is not event data", *of_events)

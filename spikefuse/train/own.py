@@ -18,7 +18,6 @@ from importlib.metadata import entry_points
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import nn
 
 from spikefuse.data import DATASETS, DataError, Dataset
@@ -146,7 +145,7 @@ def _wrong_dataset(found: Any) -> str:
         return f"whose shape {found.shape} is not (C, H, W) or (W,)"
     if found.kind != "images" and "num_steps" not in found.transform:
         return f"which holds {found.kind} but has no num_steps in its transform"
-    return "" if found.classes or found.describe else "which has no names of classes or values"
+    return ""
 
 
 def _kind(found: Any) -> str:
@@ -187,13 +186,9 @@ def check_examples(config: Any, parts: Any) -> None:
                 f"{len(dataset.classes) - 1}, for its {len(dataset.classes)} classes"
             )
         pixels = part[:1].pixels
-        before = ("N", "T") if dataset.kind == "events" else ("N",)
-        wanted, dtype = dataset.shape, torch.uint8
-        if dataset.kind == "series":
-            wanted, dtype = (config.num_steps, *wanted), torch.float32
-        shape = tuple(pixels.shape[len(before) :])
-        if pixels.dtype != dtype or pixels.ndim < len(before) or shape != wanted:
-            sizes = ("N", *pixels.shape[1:]), (*before, *wanted)
+        dtype, shape = config.example
+        if pixels.dtype != dtype or pixels.shape[1:] != shape:
+            sizes = ("N", *pixels.shape[1:]), ("N", *shape)
             found, expected = (", ".join(map(str, names)) for names in sizes)
             raise DataError(
                 f"{read} {what} {pixels.dtype} [{found}]: expected {dtype} [{expected}]"

@@ -63,7 +63,7 @@ class TrainedNetwork(nn.Module):
 
         Args:
             inputs: uint8 images `[B, C, H, W]`, from 0 to 255, uint8 event frames or float32 series
-                `[B, T, ...]`, such as the `pixels` of a dataset's batch, or `read(path)`.
+                `[B, T, ...]` of any T, such as the `pixels` of a dataset's batch, or `read(path)`.
 
         Raises:
             ValueError: `inputs` have another dtype or shape.

@@ -253,11 +253,30 @@ def test_labels_in_a_table(tmp_path: Path) -> None:
     assert photos.classes == ("the cat", "the dog", "the fox")
     for part in data.load(photos):
         assert torch.equal(part.pixels[:, 0, 0, 0], 100 * part.labels.byte())
-    (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows[:3], "cat/no.png,the cat"]))
-    with pytest.raises(
-        data.DataError, match=r"csv, line 5: 'cat/no\.png' is not a file in .*: corr"
-    ):
-        data.image_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ("cat/no.png,the cat", r"'cat/no\.png' is not a file in .*: correct it"),
+        (
+            "fox/0.png,the fox",
+            r"'fox/0\.png' is listed before, as 'the fox': remove one of the rows",
+        ),
+        (
+            "./fox/0.png,the dog",
+            r"'\./fox/0\.png' is listed before, as 'the fox': remove one of the rows",
+        ),
+    ],
+)
+def test_wrong_rows_of_a_table(tmp_path: Path, row: str, what: str) -> None:
+    """A file that is listed twice could be trained on and tested."""
+    write_photos(tmp_path, 1)
+    table = "file,label", "fox/0.png,the fox", "dog/0.png,the dog", row
+    (tmp_path / "labels.csv").write_text("\n".join(table))
+    for describe in (data.image_folder, data.event_folder):
+        with pytest.raises(data.DataError, match=rf"labels\.csv, line 4: {what}$"):
+            describe(tmp_path)
 
 
 def test_errors_of_a_folder(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
-from spikefuse.data import DataError, Images, Series, Subset, expand, split
+from spikefuse.data import DataError, ImageFolder, Images, Series, Subset, expand, split
 from spikefuse.data.frames import Frames
 
 
@@ -93,6 +96,23 @@ def test_labels_of_another_number_are_refused(labels: torch.Tensor) -> None:
         Images(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), labels)
     with pytest.raises(DataError, match=r"labels are .* for 4 examples \(packed .*one label for"):
         Frames(torch.zeros(4, 3, 9, dtype=torch.uint8), labels, (2, 3, 3), 4)
+
+
+@pytest.mark.parametrize("index", [3, np.int64(3), torch.tensor(3)])
+def test_a_position_is_not_an_index(index: int) -> None:
+    labels = torch.arange(4)
+    images = Images(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), labels)
+    for examples in (
+        images,
+        Subset(images, labels),
+        Series(torch.zeros(4, 5, 2), labels),
+        Frames(torch.zeros(4, 3, 9, dtype=torch.uint8), labels, (2, 3, 3), 4),
+        ImageFolder((Path("a.png"),) * 4, labels, (1, 2, 2)),
+    ):
+        with pytest.raises(TypeError, match=r"index is .*3\)?: index with a slice, rows or a mask"):
+            examples[index]
+    for several in ([1, 2], np.array([1, 2]), labels[1:3], slice(1, 3), labels % 3 > 0):
+        assert images[several].labels.tolist() == [1, 2]
 
 
 def test_series_have_targets_of_any_shape() -> None:

@@ -19,9 +19,9 @@ import torch
 
 from spikefuse.data import DataError
 from spikefuse.data import load as load_data
-from spikefuse.train import DataModule
+from spikefuse.train import DataModule, TrainConfig
 from spikefuse.train.batches import EvalBatches
-from spikefuse.train.checkpoint import LOCK, load, locked
+from spikefuse.train.checkpoint import KEY, LOCK, load, locked
 from spikefuse.train.cli import main
 from spikefuse.train.fields import ConfigError
 from tests.data.readers import limited_memory
@@ -187,6 +187,13 @@ def test_compressed_content_is_refused(tmp_path: Path) -> None:
             out.writestr(entry.filename, archive.read(entry))
     with pytest.raises(ConfigError, match=r"small\.ckpt is damaged"):
         load(path)
+
+
+def test_earlier_versions_ignored_the_encoding_of_event_data(tmp_path: Path) -> None:
+    config = TrainConfig(dataset="shd", model="mlp").to_dict() | {"encoding": "poisson"}
+    content = {KEY: {"config": config, "history": []}, "state_dict": {}}
+    torch.save(content, tmp_path / "old.ckpt")
+    assert load(tmp_path / "old.ckpt").config.encoding == "direct"
 
 
 SIZE = b"\x8a\x05\0\0\0\0\1"  # 4 Gi

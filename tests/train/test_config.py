@@ -52,6 +52,10 @@ WRONG = [
     ({"neuron": "relu", "rate_penalty": 1.0}, "rate_penalty is given, but the neuron relu does no"),
     ({"neuron": "qcfs", "reset": "soft"}, "reset is given, but the neuron qcfs takes none: remov"),
     ({"encoding": 3}, "unknown encoding 3: choose one of direct, poisson"),
+    (
+        {"dataset": "nmnist", "encoding": "poisson"},
+        "encoding is poisson, but nmnist has no images: remove it",
+    ),
     ({"precision": "64"}, "unknown precision '64': choose one of 32, bf16, 16"),
     ({"num_steps": 0}, "num_steps is 0: expected a whole number of at least 1"),
     ({"num_steps": 2.0}, "num_steps is 2.0: expected a whole number"),

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import spikefuse as sf
-from spikefuse.data import DATASETS, DataError, Dataset, Series
+from spikefuse.data import DATASETS, DataError, Dataset, Frames, Series
 from spikefuse.train import ConfigError, TrainConfig, own, predict, recipe
 from spikefuse.train.batches import load_examples
 
@@ -241,6 +241,24 @@ def test_values_of_series_are_finite(monkeypatch: pytest.MonkeyPatch, value: flo
     test.pixels[4, 3, 0] = value
     with pytest.raises(DataError, match=r"read test values from .*: expected finite ones"):
         own.check_examples(config, (train, test))
+
+
+@pytest.mark.parametrize("kind", ["events", "series"])
+def test_a_read_that_ignores_the_number_of_steps(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def part(num_steps: int) -> Frames | Series:
+        labels = torch.arange(4) % 2
+        if kind == "series":
+            return Series(torch.ones(4, num_steps, 3), labels)
+        return Frames(torch.ones(4, num_steps, 3, dtype=torch.uint8), labels, (3,), 8)
+
+    waves = Dataset((3,), ("a", "b"), lambda *_, **__: (), kind, {"num_steps": 10})
+    monkeypatch.setitem(DATASETS, "waves", waves)
+    config = TrainConfig(dataset="waves", model="mlp", num_steps=5)
+    own.check_examples(config, (part(5), part(5)))
+    with pytest.raises(DataError, match=r"read test .* \[N, 10, 3\]: expected .* \[N, 5, 3\]$"):
+        own.check_examples(config, (part(5), part(10)))
 
 
 def test_series_that_are_described_by_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
