@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import chain
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -22,6 +23,8 @@ compiling = threading.RLock()
 _starting = threading.RLock()
 #: In the order in which threads take them; `_starting` is the last.
 _locks: list[Any] = [compiling]
+#: The locks that a fork holds.
+_held: list[Any] = []
 
 
 def hold_at_fork(lock: Any) -> None:
@@ -31,12 +34,15 @@ def hold_at_fork(lock: Any) -> None:
 
 
 def _acquire() -> None:
-    for lock in (*_locks, _starting):
+    for lock in chain(_locks, [_starting]):  # a thread that holds the first may name another
         lock.acquire()
+        _held.append(lock)
 
 
 def _release() -> None:
-    for lock in (_starting, *reversed(_locks)):
+    held = [*_held]
+    _held.clear()  # another fork may follow as soon as the first lock is free
+    for lock in reversed(held):
         lock.release()
 
 

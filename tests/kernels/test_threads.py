@@ -12,6 +12,7 @@ import warnings
 
 import pytest
 
+from spikefuse.kernels import threads
 from spikefuse.kernels.numba_runtime import global_compiler_lock
 from spikefuse.kernels.threads import STACK, compiling, enough_stack, import_module, on_thread
 
@@ -102,6 +103,29 @@ def test_a_fork_waits_for_compilers(lock):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_lock_that_is_named_while_a_fork_waits(monkeypatch):
+    """As where a thread imports Numba."""
+    first, second = threading.RLock(), threading.RLock()
+    monkeypatch.setattr(threads, "_locks", [first])
+    begun = threading.Event()
+
+    def run():
+        with first:
+            begun.set()
+            time.sleep(0.1)
+            threads.hold_at_fork(second)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun.wait()
+    threads._acquire()
+    assert not on_thread(second.acquire, False)
+    threads._release()
+    thread.join()
+    assert on_thread(first.acquire, False)
+    assert on_thread(second.acquire, False)
+
+
 def test_a_fork_waits_for_imports(tmp_path, monkeypatch):
     code = "import threading, time\nthread = threading.current_thread()\ntime.sleep(0.3)\n"
     (tmp_path / "slow_import.py").write_text(code)
