@@ -235,6 +235,8 @@ def children_of(module: nn.Module) -> dict[str, nn.Module]:
 class Modules:
     """The modules of a network, which are listed anew only where they have changed.
 
+    It holds those that it has listed until it lists others.
+
     Args:
         kinds: which of them to return by name.
         prefix: of these names.

@@ -56,6 +56,7 @@ def compile_graph(
     if mode == "inductor" and chunks is None and alone:
         report.graphs += 1
         apply_passes(gm, report)
+        compute_scales_together(gm.graph)
         inline_steps(gm.graph)
         gm.recompile()
         return noted(inductor(gm, example_inputs), report)
@@ -82,7 +83,11 @@ def executable(gm: fx.GraphModule, report: GraphReport, chunks: int | None) -> f
     report.graphs += 1
     apply_passes(gm, report)
     recompute_checkpoints(gm)
-    return gm if chunks is None else checkpointed(gm, chunks)
+    if chunks is not None:  # and the scales would be read across segments
+        return checkpointed(gm, chunks)
+    compute_scales_together(gm.graph)
+    gm.recompile()
+    return gm
 
 
 def apply_passes(gm: fx.GraphModule, report: GraphReport) -> None:
@@ -95,7 +100,6 @@ def apply_passes(gm: fx.GraphModule, report: GraphReport) -> None:
             graph.erase_node(node)  # reads of a tensor's attributes, which Dynamo has guarded
     compute_steps_once(graph)
     fuse_norms(graph, report)
-    compute_scales_together(graph)
     for node in graph.nodes:
         _call_directly(node)
     use_channels_last(graph)

@@ -348,7 +348,8 @@ def _obstacle(node: fx.Node) -> str:
     if any(t is not None and not t.is_contiguous() for t in others):
         return "its parameters are not contiguous"
     # In training, torch.nn refuses one value per channel, too.
-    return "its input has too few values" if x.numel() <= x.shape[1] * settings[0] else ""
+    too_few = x.shape[1] if arguments["training"] else 0
+    return "its input has too few values" if x.numel() <= too_few else ""
 
 
 def _norms_above(scan: ScanNode) -> list[fx.Node]:
@@ -448,9 +449,10 @@ def _sizes_of_sum(
     unknown = [dim for dim, size in enumerate(sizes) if not isinstance(size, int)]
     for dim in unknown[:1]:
         sizes[dim] = -1
-    for dim in unknown[1:]:
+    if len(unknown) > 1:
         like = match.residual or replay(graph, settings[0]["input"], match.norms[0].views)
-        sizes[dim] = call_method(graph, "size", like, dim)
+        for dim in unknown[1:]:
+            sizes[dim] = call_method(graph, "size", like, dim)
     return tuple(sizes)
 
 

@@ -133,19 +133,19 @@ class Holder(nn.Module, metaclass=_HolderType):
             value = check(name, value, *bounds)
         if isinstance(value, np.floating):
             value = float(value)
-        is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         if not (value is None or isinstance(value, Tensor)) and self._has_buffer(name):
             delattr(self, name)
         super().__setattr__(name, value)
-        if is_plain and name in vars(self):
+        if is_buffer and name in vars(self):
             del vars(self)[name]
             self.register_buffer(name, value)
         _changed(self)
 
     def _option(self, name: str, value: Any, check: Check, *bounds: Any) -> Any:
         """Return an argument of the constructor, and let each assignment to the attribute `name`
-        store what `check(name, value, *bounds)` returns. That of a subclass takes precedence, which
-        passes what this returns to its base."""
+        store what `check(name, value, *bounds)` returns. A check that a subclass names first is
+        kept: it passes the value on to the constructor of its base class."""
         vars(self).setdefault(CHECKS, {}).setdefault(name, (check, *bounds))
         return value
 

@@ -467,7 +467,7 @@ class Custom(Surrogate):
         for name, value in values.items():
             if hasattr(self, name):
                 raise ValueError(f"a parameter cannot be named {name!r}: the name is taken")
-            setattr(self, name, number(name, value))
+            setattr(self, name, self._option(name, value, number))
         self._names = tuple(values)
 
     def _values(self) -> dict[str, Any]:

@@ -42,8 +42,7 @@ FOREIGN = {
     "spikingjelly": ("MemoryModule",),
 }
 
-
-#: What `layers_with_states` returns, or refuses.
+#: Classes of the layers at which `layers_with_states` looks.
 LAYERS = (Neuron, OnSequences, *SEQUENTIAL)
 
 

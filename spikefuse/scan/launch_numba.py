@@ -64,13 +64,16 @@ class _Launch:
     ) -> None:
         num_steps, count, _, channels = self.sizes[:4]
         # Each thread's range of neurons has sums of its own.
-        rows = torch.get_num_threads() if sums else 1
-        partial = torch.zeros((len(sums), rows, channels), dtype=torch.float64) if sums else None
+        rows, partial = 1, None
+        if sums:
+            rows = torch.get_num_threads()
+            shape = len(sums), rows, channels
+            partial = torch.zeros(shape, dtype=torch.float64, device="cpu")
         accessed = *sequences, *states, *(() if partial is None else partial.unbind(0))
         addresses = []
         for x in accessed:
             addresses.append(0 if x is None else x.data_ptr())
-            if self.is_large and x is not None:
+            if self.is_large and x is not None and x.nbytes >= LARGE:
                 advise_huge_pages(x)
         arguments = [rows, *self.sizes, tuple(addresses), *self.strided]
         arguments += [_FLOATS] * len(states) + [_DOUBLES] * len(sums)
@@ -110,7 +113,7 @@ def new_sums(like: Tensor, count: int) -> list[Tensor]:
     """See `spikefuse.scan.program.Launcher`."""
     # Each thread's range of samples has sums of its own.
     shape = count, torch.get_num_threads(), like.shape[2]
-    return [*torch.zeros(shape, dtype=torch.float64)]
+    return [*torch.zeros(shape, dtype=torch.float64, device="cpu")]
 
 
 def pack(weight: Tensor, transposed: bool) -> Tensor:
@@ -156,7 +159,7 @@ def spike_product(grad: Tensor, spikes: Tensor, heads: int) -> Tensor | None:
         return None
     neurons = grad.shape[2]
     width = neurons // heads
-    product = torch.zeros(heads, width, width)
+    product = torch.zeros(heads, width, width, device="cpu")
     sizes = len(spikes.flatten(0, 1)), neurons, width, max(1, _CACHED // width)
     values = arrays((product, grad, spikes), are_large=True)
     shared(add_spike_rows, neurons, LINE, grad.numel(), *values, *sizes)

@@ -61,7 +61,7 @@ def unroll_integer_spikes(net: Temporal, x: Tensor) -> nn.Module:
     for name, neuron in net.neurons().items():
         if not isinstance(neuron, IntegerLIF):
             raise TypeError(f"'{name}' is a {type(neuron).__name__}: expected IntegerLIF only")
-        levels = max(levels, int(neuron.levels))
+        levels = max(levels, int(torch.as_tensor(neuron.levels).max()))
     if not levels:
         raise TypeError("net has no IntegerLIF")
     result = _Unrolled(copied(net).eval(), levels)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from spikefuse.block.functional import Norm
-from spikefuse.graph import operations, scales
+from spikefuse.graph import checkpoint, fuse_norms, operations, scales
 
 
 class Deep(nn.Module):
@@ -118,3 +118,18 @@ def test_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     truth = sf.Temporal(copy.deepcopy(plain.net).double())(x.double(), impl="reference")
     actual, expected = (float((y(x) - truth).abs().mean()) for y in (sf.fuse(plain), plain))
     assert actual < expected
+
+
+def test_segments_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward recomputes segments in evaluation, too; no scales are read across them."""
+    made, make = list[int](), checkpoint.Segment.__init__
+    monkeypatch.setattr(checkpoint.Segment, "__init__", lambda *args: made.append(1) or make(*args))
+    monkeypatch.setattr(fuse_norms, "MIN_VALUES", 0)
+    layers = [
+        layer
+        for _ in range(6)
+        for layer in (nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64), sf.LIF(threshold=0.2))
+    ]
+    net = sf.Temporal(nn.Sequential(*layers), memory=sf.memory.Checkpoint(3)).eval()
+    sf.fuse(net)(torch.rand(4, 64, 64)).sum().backward()
+    assert made
