@@ -132,4 +132,4 @@ def test_segments_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     net = sf.Temporal(nn.Sequential(*layers), memory=sf.memory.Checkpoint(3)).eval()
     sf.fuse(net)(torch.rand(4, 64, 64)).sum().backward()
-    assert made
+    assert len(made) > 1
