@@ -64,7 +64,7 @@ COPY_BYTES = 1 << 31  # many times the size of a GPU's cache
 CHANNELS_LAST = f"{OURS}, channels-last"
 MILLION = 1_000_000
 STEPS = tuple(1 << i for i in range(11))
-# Kernels of FlexSN unroll the time steps: those of 128 steps do not compile within five minutes.
+# FlexSN's kernels unroll the time steps. Kernels of 128 steps do not compile within five minutes.
 LARGEST_T = {LOOP: 64, COMPILED: 32, jelly.FLEXSN: 32}
 
 SHAPES = {"large": (32, 100, 64, 56, 56)}

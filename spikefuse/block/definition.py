@@ -98,7 +98,7 @@ def with_batch_norm(neuron: Neuron, norm: Sequence[Tensor], kind: Kind) -> Norme
     """`neuron`, which may be one `with_outputs`, with a batch norm before it.
 
     Args:
-        norm: the values of `value_names`, `[C]` each. Those of corrections are zeros.
+        norm: the values of `value_names`, `[C]` each; zeros for corrections.
     """
     names = ["residual"] * kind.has_residual + ["factor"] * kind.has_factor
     definition = _class(type(neuron), tuple(names))()

@@ -236,7 +236,8 @@ class NumbaEmitter(Variables):
     @cached_property
     def copies(self) -> dict[str, tuple[str, int]]:
         """For each state, of which state it is a copy, and how many steps late: of itself, or of
-        one before it in a delay line. No two are the same copy, since they may start apart."""
+        one before it in a delay line. Two of the same source and lag are not shared: their first
+        values may differ."""
         found: dict[str, tuple[str, int]] = {}
         for v, new in zip(self.vs, self.advance.outputs, strict=True):
             source, lag = found.get(str(new), (v, -1))

@@ -83,7 +83,7 @@ def executable(gm: fx.GraphModule, report: GraphReport, chunks: int | None) -> f
     report.graphs += 1
     apply_passes(gm, report)
     recompute_checkpoints(gm)
-    if chunks is not None:  # and the scales would be read across segments
+    if chunks is not None:  # between whose segments only tensors and numbers may be alive
         return checkpointed(gm, chunks)
     compute_scales_together(gm.graph)
     gm.recompile()

@@ -68,7 +68,7 @@ class Spikes:
         num = x.numel()
         if num < MIN_VALUES or type(x) is not Tensor or x.is_inference():
             return
-        # Bits that no layer has saved are freed with their spikes.
+        # Bits that no layer has saved are freed when the next spikes are registered.
         for key in [k for k, b in self.registered.items() if b.storage.expired()]:
             del self.registered[key]
         storage = x.untyped_storage()

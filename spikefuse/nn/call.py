@@ -40,7 +40,7 @@ class TemporalCall:
         final: whether layers return their final states, which go to `finals` by name.
         passing: where first states come from if other processes hold the steps before and after.
         network: that is called.
-        modules: those of the network, itself first; empty if they are not known.
+        modules: of the network that is called, itself first; empty if they are not known.
         policy: what layers save for backward; None for `Recompute()`.
     """
 

@@ -146,7 +146,7 @@ class Temporal(nn.Module):
         self.passing: StatePassing | None = None
         #: Runs `run_folded` as a fused graph, see `spikefuse.fuse`; None to call it.
         self.captured: Callable[..., Any] | None = None
-        #: The layers inside that may have states.
+        #: Lists the layers inside that may have states.
         self.listed = Modules(LAYERS, "net")
 
     def extra_repr(self) -> str:
