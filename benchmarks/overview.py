@@ -77,17 +77,19 @@ def lines(group: Group, result: Result) -> Iterator[Result]:
 
 
 def overview(results: list[tuple[Path, Result]], root: Path) -> str:
-    """A table for each device."""
-    found: dict[str, list[Result]] = {}
+    """A table for each device, with the newest result of each workload."""
+    found: dict[str, dict[tuple[str, str], Result]] = {}
     for group in GROUPS:
-        for _, result in results:
+        for _, result in sorted(results, key=lambda entry: str(entry[1]["date"])):
             if result["benchmark"].startswith(group.benchmark):
-                found.setdefault(record.device(result), []).extend(lines(group, result))
+                for line in lines(group, result):
+                    of_device = found.setdefault(record.device(result), {})
+                    of_device[line["workload"], line["dtype"]] = line
     columns: sections.Columns = {"workload": "workload", "dtype": "dtype", "spikefuse, ms": "ours"}
     columns |= {"best rival": "rival", "its ms": "its", "its time / ours": "gain"}
     columns |= {"our memory / its": "memory"}
     return "\n\n".join(
         text
         for device, rows in found.items()
-        for text in (f"**{device}**", sections.table(rows, columns))
+        for text in (f"**{device}**", sections.table(list(rows.values()), columns))
     )

@@ -110,8 +110,11 @@ def events(result: Result) -> Parts:
 
 
 def _last(rows: list[Result], epochs: int) -> str:
-    """Return the accuracy of each seed after all epochs, without runs that were stopped before."""
-    return by_seed([row["accuracy"] for row in rows if row["epoch"] == epochs])
+    """Return the accuracy of each seed after all epochs; if no run has got so far, the last one."""
+    finished = [row["accuracy"] for row in rows if row["epoch"] == epochs]
+    if finished:
+        return by_seed(finished)
+    return f"{percent(rows[-1]['accuracy'], 2)} after {rows[-1]['epoch']} epochs"
 
 
 def _command(script: str, result: Result, *options: str) -> str:

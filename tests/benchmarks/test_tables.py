@@ -84,15 +84,19 @@ def test_sequences_of_runs_that_are_not_complete() -> None:
 
 
 def test_overview() -> None:
-    """The best of each side; losses are bold, and a few bytes have no ratio."""
+    """The best of each side in the newest result; losses are bold, a few bytes have no ratio."""
     names = {"spikefuse": 2.0, "spikefuse, CUDA graph": 1.0, "nn.RNN": 0.5, "eager loop": 3.0}
     contenders = [
         {"name": n, "wall_ms": {"median": ms}, "peak_bytes": 100 if "RNN" in n else 1 << 20}
         for n, ms in names.items()
     ]
     row = {"N": 128, "T": 10, "dtype": "float32", "contenders": contenders}
-    result = {"benchmark": "recurrent", "rows": [row], "machine": {"gpu": "NVIDIA H200"}}
-    _, _, table = overview.overview([(Path("r.json"), result)], Path()).partition("\n\n")
+    shared = {"benchmark": "recurrent", "machine": {"gpu": "NVIDIA H200"}}
+    new = shared | {"date": "2026-02-01T00:00:00+00:00", "rows": [row]}
+    slow = [one | {"wall_ms": {"median": 9.0}} for one in contenders]
+    old = shared | {"date": "2026-01-01T00:00:00+00:00", "rows": [row | {"contenders": slow}]}
+    results = [(Path("new.json"), new), (Path("old.json"), old)]
+    _, _, table = overview.overview(results, Path()).partition("\n\n")
     assert table.splitlines()[2:] == [
         "| 128 recurrent neurons, T = 10 | float32 | 1.00 | eager loop | 3.00 | 3.00× | 1.00× |",
         "| 128 recurrent neurons, T = 10, without spikes | float32 | 1.00 | nn.RNN | 0.500 "
