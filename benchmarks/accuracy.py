@@ -248,6 +248,28 @@ class Run:
         """Return the times of the parts of a step."""
         return {}
 
+    @property
+    def size(self) -> int:
+        """The number of parameters."""
+        return sum(p.numel() for p in self.net.parameters())
+
+    @torch.no_grad()
+    def rate(self) -> float | None:
+        """Return the spikes per neuron and step, on the first test examples; None if unknown."""
+        rates: list[Tensor] = []
+        hooks = [
+            layer.register_forward_hook(lambda _, __, y: rates.append(y.float().mean()))
+            for layer in self.net.modules()
+            if isinstance(layer, sf.Neuron | sf.PSN | sf.Recurrent | sf.OverTime)
+            and not isinstance(layer, sf.LI)
+        ]
+        self.net.eval()
+        x, _ = next(iter(EvalBatches(self.testing, self.args.batch, self.device)))
+        self.outputs(x, self.args.T)
+        for hook in hooks:
+            hook.remove()
+        return round(torch.stack(rates).mean().item(), 4) if rates else None
+
     # Checkpoints
 
     @property

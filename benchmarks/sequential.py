@@ -209,23 +209,8 @@ class SequenceRun(accuracy.Run):
     def train(self) -> runner.Record:
         accuracy.narrow_delays(self.net, 2 * len(self.rows) / self.args.epochs)
         row = super().train()
-        size = sum(p.numel() for p in self.net.parameters())
-        return row | {"order": self.args.order, "parameters": size, "spikes": self.rate()}
-
-    @torch.no_grad()
-    def rate(self) -> float:
-        """Return the spikes per neuron and step, on the first test images."""
-        rates: list[Tensor] = []
-        hooks = [
-            layer.register_forward_hook(lambda _, __, y: rates.append(y.float().mean()))
-            for layer in self.net.modules()
-            if isinstance(layer, sf.Neuron | sf.PSN | sf.Recurrent | sf.OverTime)
-        ]
-        self.net.eval()
-        self.outputs(self.testing[: self.args.batch].pixels, self.args.T)
-        for hook in hooks:
-            hook.remove()
-        return round(torch.stack(rates).mean().item(), 4)
+        found = {"parameters": self.size, "spikes": self.rate()}
+        return row | {"order": self.args.order} | found
 
 
 if __name__ == "__main__":

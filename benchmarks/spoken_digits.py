@@ -19,18 +19,22 @@ a one-cycle learning rate, and the cross entropy of the mean potential over time
   delays to steps.
 - SE-adLIF, RadLIF: the same network of adaptive neurons, which learn their decays and couplings,
   with the surrogates and resets of the recipes se-adlif-shd and radlif-shd; RadLIF
-  without self-connections
+  without self-connections. adLIF is RadLIF without feedback.
+- C-SiLIF: the network without feedback, of oscillators, which learn all but the threshold from the
+  initial values of their source
 - snnTorch: the first network, from the same weights, with `RLeaky` and `Leaky` in a loop over time.
   The linear layers and norms read all time steps at once, as in spikefuse. On a GPU there is a
   second row for the loop in a CUDA graph; spikefuse's steps are always recorded there.
 
 There is a row for each epoch. `seconds` are those of its training steps, with compilation and
-recording in the first epoch; evaluation is not counted.
+recording in the first epoch; evaluation is not counted. `spikes` are those per neuron and step, on
+the first test examples.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -50,9 +54,10 @@ from spikefuse.models.blocks import MakeNeuron
 
 OURS, SNNTORCH = layers.OURS, "snnTorch"
 FEED_FORWARD, SNNTORCH_GRAPH = f"{OURS}, feed-forward", f"{SNNTORCH}, {GRAPH}"
-SE_ADLIF, RADLIF = f"{OURS}, SE-adLIF", f"{OURS}, RadLIF"
-DELAYS = f"{OURS}, delays"
-NAMES = (OURS, FEED_FORWARD, DELAYS, SE_ADLIF, RADLIF, SNNTORCH, SNNTORCH_GRAPH)
+SE_ADLIF, RADLIF, ADLIF = f"{OURS}, SE-adLIF", f"{OURS}, RadLIF", f"{OURS}, adLIF"
+C_SILIF, DELAYS = f"{OURS}, C-SiLIF", f"{OURS}, delays"
+NAMES = (OURS, FEED_FORWARD, DELAYS, SE_ADLIF, RADLIF, ADLIF, C_SILIF, SNNTORCH, SNNTORCH_GRAPH)
+WITHOUT_FEEDBACK = (FEED_FORWARD, DELAYS, ADLIF, C_SILIF)
 DECAY, SLOPE = 0.9, 25.0  # of the neurons, and of their fast sigmoid: the default of snnTorch
 MAX_DELAY, DELAY_RATE = 24, 10.0
 RECORDINGS = Path("shd", "shd_test_10ms.npz")
@@ -99,18 +104,30 @@ def make_network(name: str, hidden: list[int], num_steps: int) -> sf.Temporal:
     )
     if name == SE_ADLIF:
         neuron = partial(sf.SEAdLIF, surrogate=sf.surrogate.FastSigmoid(), detach_reset=True)
-    elif name == RADLIF:
+    elif name in (RADLIF, ADLIF):
         neuron = partial(sf.AdLIF, surrogate=sf.surrogate.Rectangle())
-    options = {"feedback": name not in (FEED_FORWARD, DELAYS), "self_connections": name != RADLIF}
+    options = {"feedback": name not in WITHOUT_FEEDBACK, "self_connections": name != RADLIF}
     build = partial(recurrent, neuron, INPUTS, CLASSES, (1, 1), **options)
     net = build(hidden)
     if name == DELAYS:
         net = with_delays(build, hidden)
+    if name == C_SILIF:
+        for i, norm in enumerate(net):
+            if isinstance(norm, nn.BatchNorm1d):
+                net[i + 1] = c_silif(norm.num_features)
     if name in (SNNTORCH, SNNTORCH_GRAPH):
         for i, layer in enumerate(net):
             if isinstance(layer, sf.Recurrent | sf.LI):
                 net[i] = Loop(layer, num_steps)
     return sf.Temporal(net)
+
+
+def c_silif(features: int) -> sf.CSiLIF:
+    """Return neurons that learn all but the threshold, as at the start in the authors' code."""
+    dt = torch.empty(features).uniform_(math.log(0.01), math.log(0.5)).exp()
+    rate, frequency = torch.full((features,), 0.5), torch.full((features,), math.pi)
+    positive, free = sf.LearnablePositive, nn.Parameter
+    return sf.CSiLIF(positive(dt), positive(rate), free(frequency), free(torch.rand(features)))
 
 
 def with_delays(build: Callable[[list[int]], nn.Sequential], hidden: list[int]) -> nn.Sequential:
@@ -197,7 +214,7 @@ class DigitsRun(accuracy.Run):
         if self.name == SNNTORCH:
             self.step = self._step  # without a graph
         accuracy.narrow_delays(self.net, 4 * len(self.rows) / self.args.epochs)
-        return super().train()
+        return super().train() | {"parameters": self.size, "spikes": self.rate()}
 
 
 if __name__ == "__main__":

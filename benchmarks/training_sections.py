@@ -214,14 +214,18 @@ def spoken_digits(result: Result) -> Parts:
         speed, seconds = (
             statistics.median(row[key] for row in later) for key in ("examples_per_s", "seconds")
         )
+        # A step has 10 ms.
+        rates = [100 * row["spikes"] for row in rows if row.get("spikes") is not None]
         lines.append({"name": name, "accuracy": _last(rows, settings["epochs"]), "seconds": seconds,
-                      "examples/s": f"{speed:,.0f}"})  # fmt: skip
+                      "examples/s": f"{speed:,.0f}", "parameters": rows[0].get("parameters"),
+                      "rate": number(rates[-1]) if rates else None})  # fmt: skip
     yield (
         f"{settings['data']}, a random fifth held out; hidden layers of "
         f"{' and '.join(map(str, settings['hidden']))}, "
         f"{settings['epochs']} epochs, batches of {settings['batch']}, {settings['dtype']}:"
     )
     yield table(lines, {"": "name", f"accuracy after the last epoch, {BY_SEED}": "accuracy",
+                        "parameters": "parameters", "spikes a second": "rate",
                         "seconds an epoch": "seconds", "examples/s": "examples/s"})  # fmt: skip
     yield _command("spoken_digits", result)
 

@@ -96,6 +96,17 @@ def test_networks_for_spoken_digits_differ_in_feedback_alone() -> None:
     assert torch.equal(first["2.weight"], second["2.weight"])  # of the first linear layer
 
 
+def test_rates_of_hidden_neurons(tmp_path: Path) -> None:
+    names = [OURS, spoken_digits.C_SILIF, spoken_digits.ADLIF]
+    options = ["--quick", "--device", "cpu", "--names", *names, "--epochs", "1"]
+    result = record.read(spoken_digits.main([*options, "--out", str(tmp_path)]))
+    assert {row["name"] for row in result["rows"] if 0 < row["spikes"] < 1} >= {OURS}
+    sizes = {row["name"]: row["parameters"] for row in result["rows"]}
+    oscillators, adaptive = sizes[spoken_digits.C_SILIF], sizes[spoken_digits.ADLIF]
+    assert oscillators == adaptive  # four values a neuron
+    assert sizes[OURS] == adaptive + sum(n * n - 4 * n for n in result["settings"]["hidden"])
+
+
 def test_networks_with_and_without_delays_are_of_the_same_size() -> None:
     names = FEED_FORWARD, DELAYS
     nets = [spoken_digits.make_network(name, [24, 24], 5) for name in names]
