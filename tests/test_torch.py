@@ -149,9 +149,9 @@ def test_active_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert _torch.top_saved_tensors_hooks(False) == (identity, identity)
     expected = train(network())
     monkeypatch.setattr(call, "top_saved_tensors_hooks", _torch.any_saved_tensors_hooks)
-    with call.saving_spikes():
+    with call.inside(None, packs_spikes=True):
         assert call.active.spikes is not None
-    with saved_tensors_hooks(identity, identity), call.saving_spikes():
+    with saved_tensors_hooks(identity, identity), call.inside(None, packs_spikes=True):
         assert call.active.spikes is None
     check_equal(train(network()), expected)
 

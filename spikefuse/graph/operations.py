@@ -22,7 +22,7 @@ from spikefuse.graph.nodes import arguments_of
 from spikefuse.kernels.running import Running
 from spikefuse.neurons.description import bind
 from spikefuse.nn import pool
-from spikefuse.nn.call import active, mark_binary, saving_spikes
+from spikefuse.nn.call import active, current_policy, inside, mark_binary
 from spikefuse.scan import op
 from spikefuse.scan.program import CHANNEL, FLOAT, SCALAR, program
 from spikefuse.scan.records import Arguments, Results, Wanted
@@ -89,10 +89,11 @@ def _passing(synchronized: int | None = None) -> StatePassing | None:
 
 
 def saving_bits(gm: fx.GraphModule) -> Callable[..., Any]:
-    """A function that runs a graph, whose layers save spikes as the policy of the call says."""
+    """A function that runs a graph, whose layers save spikes as the policy of this call says."""
+    packs_spikes = current_policy().packs_spikes
 
     def run(*args: Any) -> Any:
-        with saving_spikes():
+        with inside(active.call, packs_spikes):
             return gm.forward(*args)
 
     return run

@@ -51,7 +51,7 @@ class _BinaryTensor:
 
 @dataclass(eq=False)
 class Spikes:
-    """The binary tensors of one call; see `spikefuse.nn.call.saving_spikes`.
+    """The binary tensors of one call; see `spikefuse.nn.call.inside`.
 
     Attributes:
         registered: by the address of their storage.

@@ -175,13 +175,43 @@ active = _Active()
 
 
 @contextlib.contextmanager
-def inside(call: TemporalCall | None) -> Iterator[None]:
-    """Make layers belong to `call` in a `with` block; None for no call."""
-    outer, active.call = active.call, call
+def inside(call: TemporalCall | None, packs_spikes: bool = False) -> Iterator[None]:
+    """Make layers belong to `call` in a `with` block; None for no call.
+
+    Args:
+        packs_spikes: whether layers save spikes as bits. They do not without gradients, where
+            saved-tensor hooks are disabled, and under hooks other than a `RecordingHook`: those
+            hooks would no longer see the tensors, and the hooks of torch.utils.checkpoint save
+            nothing at all.
+    """
+    outer_call, outer_spikes = active.call, active.spikes
+    active.call = call
+    spikes = None
+    hooks: contextlib.AbstractContextManager[Any] | None = None
+    if packs_spikes and torch.is_grad_enabled():
+        # Not in a function of its own, which TorchDynamo would trace, unlike a generator.
+        top = top_saved_tensors_hooks(False)
+        if top is None:
+            spikes = Spikes()
+            hooks = saved_tensors_hooks(spikes.pack, unpack)
+        elif isinstance(top[0], RecordingHook):
+            spikes = Spikes()
+            hooks = top[0].around(spikes.pack)
+    try:
+        if hooks is not None:
+            hooks.__enter__()
+    except RuntimeError:  # hooks are disabled
+        spikes, hooks = None, None
+    if packs_spikes:
+        active.spikes = spikes
     try:
         yield
     finally:
-        active.call = outer
+        active.call, active.spikes = outer_call, outer_spikes
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
+        if spikes is not None:  # the graph holds a reference to the hooks
+            spikes.registered.clear()
 
 
 @contextlib.contextmanager
@@ -198,40 +228,6 @@ def current_policy() -> Policy:
     """What layers save for backward in the running call."""
     policy = None if active.call is None else active.call.policy
     return policy or _DEFAULT
-
-
-@contextlib.contextmanager
-def saving_spikes() -> Iterator[None]:
-    """Let layers save spikes as the policy of the running call says in a `with` block.
-
-    Nothing is packed without gradients, where saved-tensor hooks are disabled, or under hooks other
-    than a `RecordingHook`: those hooks would no longer see the tensors, and the hooks of
-    torch.utils.checkpoint save nothing at all.
-    """
-    outer, spikes, call = active.spikes, None, active.call
-    policy = _DEFAULT if call is None else call.policy or _DEFAULT
-    hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if policy.packs_spikes and torch.is_grad_enabled():
-        # Not in a function of its own, which TorchDynamo would trace, unlike a generator.
-        top = top_saved_tensors_hooks(False)
-        if top is None:
-            spikes = Spikes()
-            hooks = saved_tensors_hooks(spikes.pack, unpack)
-        elif isinstance(top[0], RecordingHook):
-            spikes = Spikes()
-            hooks = top[0].around(spikes.pack)
-    try:
-        hooks.__enter__()
-    except RuntimeError:  # hooks are disabled
-        spikes, hooks = None, contextlib.nullcontext()
-    active.spikes = spikes
-    try:
-        yield
-    finally:
-        active.spikes = outer
-        hooks.__exit__(None, None, None)
-        if spikes is not None:  # the graph holds a reference to the hooks
-            spikes.registered.clear()
 
 
 def wants_bits(x: Tensor) -> bool:

@@ -66,7 +66,7 @@ def call_neuron(neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted
     outputs, finals = tuple(results.outputs), tuple(results.finals)
     is_single = len(outputs) == 1 and not wanted.outputs
     if call is not None:
-        if wanted.final or call.initial is not None:
+        if call.has_states:
             call.finals[call.names[id(neuron)]] = finals
         if is_single:
             return flatten_steps(outputs[0])

@@ -60,7 +60,7 @@ def note_on(
     return note
 
 
-def inside(net: nn.Module, error: Exception) -> Exception:
+def from_forward(net: nn.Module, error: Exception) -> Exception:
     """Return an error whose traceback begins in the network's `forward`, if it was raised there."""
     code = getattr(type(net).forward, "__code__", None)
     place = error.__traceback__

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from spikefuse._torch import Modules
 from spikefuse.kernels.norm import BatchNorm
 from spikefuse.neurons.definition import States
-from spikefuse.nn.call import TemporalCall, active
+from spikefuse.nn.call import TemporalCall, inside
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.reading import missing_dims
 from spikefuse.nn.temporal import (
@@ -104,17 +104,14 @@ class Stream:
         batch = len(x) if isinstance(x, Tensor) and x.ndim else 1
         call = TemporalCall(1, names, batch, initial=self._state, final=True)
         call.modules = modules
-        outer, active.call = active.call, call
         try:
-            with torch.no_grad():
+            with inside(call), torch.no_grad():
                 y = run_captured(self.captured, run_step, self.net, inputs, kwargs)
         except Exception as error:
             is_misread = isinstance(x, Tensor) and missing_dims(self.net, x) is not None
             if is_misread or self._state is not None:
                 error.add_note("a stream reads its inputs as one time step [B, ...], without T")
             raise
-        finally:
-            active.call = outer
         # A network need not call all of its layers at each step.
         self._state = {**dict.fromkeys(layers, ()), **(self._state or {}), **call.finals}
         return y

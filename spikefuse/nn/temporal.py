@@ -15,12 +15,12 @@ from spikefuse.kernels.triton_runtime import prepare
 from spikefuse.memory.policies import Checkpoint, Policy, Recompute
 from spikefuse.neurons.checks import check_tensor
 from spikefuse.neurons.definition import Neuron, States
-from spikefuse.nn.call import TemporalCall, active, saving_spikes
+from spikefuse.nn.call import TemporalCall, inside
 from spikefuse.nn.checkpoint import called_inside
 from spikefuse.nn.nesting import map_tensors, map_values, named_values
 from spikefuse.nn.neuron import IMPLEMENTATIONS, check_module
 from spikefuse.nn.over_time import OnSequences, OverTime
-from spikefuse.nn.reading import inside, note_on
+from spikefuse.nn.reading import from_forward, note_on
 from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.checks import refuse_export
 from spikefuse.scan.layout import flatten_steps
@@ -196,12 +196,12 @@ class Temporal(nn.Module):
         if self.captured is None and capture is not None and not traced:
             self.captured = capture()
         captured = None if impl == "reference" else self.captured
-        outer, active.call = active.call, call
+        is_graph = traced or captured is not None
         try:
-            if traced or captured is not None:
-                folded = run_captured(captured, run_folded, self.net, args, kwargs)
-            else:
-                with saving_spikes():
+            with inside(call, self.memory.packs_spikes and not is_graph):
+                if is_graph:
+                    folded = run_captured(captured, run_folded, self.net, args, kwargs)
+                else:
                     folded = run_folded(self.net, args, kwargs)
         except Exception as error:
             if traced:
@@ -210,9 +210,7 @@ class Temporal(nn.Module):
             note = note_on(error, self.net, sequences, num_steps, batch, order)
             if note:
                 error.add_note(note)
-            raise inside(self.net, error)  # noqa: B904 (it is the same error)
-        finally:
-            active.call = outer
+            raise from_forward(self.net, error)  # noqa: B904 (it is the same error)
         if call.passing is not None:
             call.passing.end()
 

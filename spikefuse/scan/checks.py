@@ -44,8 +44,7 @@ def check_backend(backend: str, x: Tensor) -> None:
         ImportError: Triton is not installed.
         ValueError: the input is on another device.
     """
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        refuse_export()
+    refuse_export()
     if backend == "numba" and not x.is_cpu:
         raise ValueError(f'impl="numba" runs on the CPU, but the input is on {x.device}')
     if backend == "triton":

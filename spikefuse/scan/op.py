@@ -49,10 +49,8 @@ def scan(definition: Neuron, arguments: Arguments[Tensor], wanted: Wanted) -> Re
         wanted: its `impl` is "triton" or "numba".
     """
     inputs, states, _, _, _, passing = arguments
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        refuse_export()
     known = None
-    if not is_traced():
+    if not (is_traced() or torch.jit.is_tracing()):  # type: ignore[attr-defined]
         key = wanted.impl, wanted.outputs, inputs[0].device
         known = definition.description().cache.get(key)
     program, scalars, params = known or choose(definition, inputs[0], wanted)

@@ -84,7 +84,7 @@ def test_other_hooks_take_precedence(backends):
     net = wrapped(lambda: conv(nn.Conv2d(8, 4, 1)), device=backends.device)
     expected = step(net, x)
     theirs = []
-    with torch.no_grad(), call.saving_spikes():
+    with torch.no_grad(), call.inside(None, packs_spikes=True):
         assert call.active.spikes is None
     with packings() as seen:
         with saved_tensors_hooks(lambda t: theirs.append(t.shape) or t, lambda t: t):
