@@ -55,7 +55,8 @@ class Slicing:
             Adversarial Networks", CVPR 2019), as in SpikingJelly.
             "events": slices of `count` events; events after the last slice are dropped, missing
             slices are empty.
-            "time": T equal slices of the time from the first to the last event.
+            "time": T equal slices of the time from the first event to the last one, which is in
+            the last slice. An event between two slices is in the later one.
             "duration": slices of `dt` from t = 0, the start of the recording; events after the
             last slice are dropped, missing slices are empty.
         num_steps: T.
@@ -240,7 +241,7 @@ def _steps(events: Recording, slicing: Slicing) -> np.ndarray:
     if slicing.by == "number":
         return np.minimum(np.arange(len(t)) // max(len(t) // num, 1), num - 1)
     if slicing.by == "time":
-        return (t - t[0]) * num // (t[-1] - t[0] + 1)
+        return np.minimum((t - t[0]) * num // max(t[-1] - t[0], 1), num - 1)
     if slicing.count is not None:
         return np.arange(len(t)) // slicing.count
     assert slicing.dt is not None

@@ -15,7 +15,7 @@ from spikefuse.graph.constant_input import compute_steps_once
 from spikefuse.graph.fuse_norms import fuse_norms
 from spikefuse.graph.inline_steps import inline_steps
 from spikefuse.graph.layout import use_channels_last
-from spikefuse.graph.nodes import mark_synchronized, synchronized
+from spikefuse.graph.nodes import mark_synchronized, synchronized, write_known_size
 from spikefuse.graph.operations import ScanNode
 from spikefuse.graph.recorded import buffers_of, recorded
 from spikefuse.graph.report import GraphReport
@@ -95,8 +95,10 @@ def apply_passes(gm: fx.GraphModule, report: GraphReport) -> None:
     graph = gm.graph
     for node in graph.find_nodes(op="call_function", target=CHECKPOINT):
         apply_passes(getattr(gm, node.args[0].target), report)
+    for node in graph.nodes:
+        write_known_size(node)
     for node in reversed(graph.nodes):
-        if node.target is getattr and not node.users:
+        if node.op.startswith("call") and node.target in (getattr, "size") and not node.users:
             graph.erase_node(node)  # reads of a tensor's attributes, which Dynamo has guarded
     compute_steps_once(graph)
     fuse_norms(graph, report)

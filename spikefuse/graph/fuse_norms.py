@@ -154,6 +154,7 @@ class Match:
 def fuse_norms(graph: fx.Graph, report: GraphReport) -> None:
     """Replace norms and neurons by blocks where this changes no result."""
     _read_sums_in_place(graph)
+    _read_sizes_above(graph)
     for node in list(graph.nodes):
         if ScanNode.is_scan(node):
             scan = ScanNode(node)
@@ -182,6 +183,14 @@ def _read_sums_in_place(graph: fx.Graph) -> None:
         norm, start = node.args[0], order[node]
         if _is_norm(norm):
             norm.replace_all_uses_with(node, lambda n, start=start: order[n] > start)
+
+
+def _read_sizes_above(graph: fx.Graph) -> None:
+    """Let what reads the size of a norm read that of its input, which is the same."""
+    for node in graph.find_nodes(op="call_method", target="size"):
+        norm, *dim = node.args
+        if norm.target is F.batch_norm:
+            node.args = _settings(norm)["input"], *dim
 
 
 def _match(scan: ScanNode, order: dict[fx.Node, int]) -> Match:

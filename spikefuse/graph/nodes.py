@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from spikefuse.block.batch_norm import synchronized_batch_norm
@@ -136,6 +137,8 @@ def changes_something(node: fx.Node) -> bool:
     target, name = node.target, name_of(node)
     if target in _IN_PLACE_OPERATORS or name in _IN_PLACE_METHODS or _MODES.fullmatch(name):
         return True
+    if is_operator(node):  # whose names may end as those of changes in place, such as `not_`
+        return False
     if target == "add_" and _is_counter(node.args[0]):
         return False
     if target in _UPDATING:
@@ -162,6 +165,24 @@ def changed_by(node: fx.Node) -> list[fx.Node]:
     nodes: list[fx.Node] = []
     fx.node.map_arg(changed, nodes.append)
     return nodes
+
+
+def is_operator(node: fx.Node) -> bool:
+    """Whether a node calls a function of Python's `operator`."""
+    return getattr(node.target, "__module__", "") == operator.add.__module__
+
+
+def write_known_size(node: fx.Node) -> None:
+    """Write an integer that TorchDynamo computes from sizes as a number where it has guarded on its
+    value, so that the size counts as no reader of a tensor."""
+    number = value(node)
+    if is_operator(node) and type(number) in (int, torch.SymInt) and is_concrete_int(number):
+        for user in [*node.users]:
+            args = user.args, user.kwargs
+            user.args, user.kwargs = fx.node.map_arg(
+                args, lambda n: int(number) if n is node else n
+            )
+        node.graph.erase_node(node)
 
 
 def is_mode(node: fx.Node) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -59,9 +61,16 @@ class BRF(Neuron):
         super().__init__()
         self.dt = self._option("dt", dt, positive)
         self.threshold = self._option("threshold", threshold, number)
-        self.omega = self._option("omega", number("omega", omega, 0, 1 / dt), number, 0)
+        self.omega = self._option("omega", omega, number, 0)
         self.damping = self._option("damping", damping, number, 0)
         self.surrogate = self._option("surrogate", surrogate, checked)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "omega":
+            number(name, value, 0, 1 / self.dt)
+        elif name == "dt":
+            number("omega", getattr(self, "omega", 0.0), 0, 1 / positive(name, value))
+        super().__setattr__(name, value)
 
     def step(self, x: Tensor, u: Tensor, v: Tensor, q: Tensor) -> tuple[Tensor, States]:
         angle = self.dt * self.omega

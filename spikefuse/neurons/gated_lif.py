@@ -9,7 +9,7 @@ from torch import Tensor
 from spikefuse.neurons.definition import State, States
 from spikefuse.neurons.firing import Firing
 from spikefuse.neurons.learnable import LearnableFraction
-from spikefuse.neurons.parameters import Value, number
+from spikefuse.neurons.parameters import Value, fraction, number
 from spikefuse.neurons.surrogate import Surrogate
 
 
@@ -39,7 +39,8 @@ class GatedLIF(Firing):
 
     Args:
         decay, threshold, leak, drop, conductance: values before training, strictly between 0
-            and 1; or tensors or `Learnable`, which are used unchanged.
+            and 1; or tensors or `Learnable`, which are used unchanged. A number that is
+            assigned in place of a tensor is in [0, 1].
         alpha, beta, gamma: gates, given in the same way.
         channels: number of channels (dim 2 of `[T, B, C, ...]`), each with its own values; None
             for single values.
@@ -80,7 +81,7 @@ class GatedLIF(Firing):
         self.gamma = self._fraction("gamma", gamma, channels)
 
     def _fraction(self, name: str, value: Any, channels: int | None) -> Any:
-        value = self._option(name, number(name, value), number)
+        value = self._option(name, number(name, value), _fixed)
         if not isinstance(value, float):
             return value
         if not 0 < value < 1:
@@ -95,3 +96,9 @@ class GatedLIF(Firing):
         r = s.detach() if self.detach_reset else s
         remaining = (1 - self.alpha * (1 - self.decay)) * h * (1 - self.gamma * r)
         return s, (remaining - (1 - self.gamma) * self.drop * r,)
+
+
+def _fixed(name: str, value: Any) -> Any:
+    """Check what is assigned: a number in [0, 1], a tensor or a `Learnable`."""
+    value = number(name, value)
+    return fraction(name, value) if isinstance(value, float) else value

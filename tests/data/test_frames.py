@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,9 @@ def slow_frames(events: Recording, slicing: Slicing) -> np.ndarray:
             step = min(i // share, num - 1) if share else i
         elif slicing.by == "time":
             # Slice k is [first + k d, first + (k + 1) d) with d the duration over T.
-            step = next(k for k in range(num) if (t - first) * num < (k + 1) * (last - first + 1))
+            ends = ((k + 1) * Fraction(last - first, num) for k in range(num - 1))
+            step = next((k for k, end in enumerate(ends) if t - first < end), num - 1)
+            step = step if last > first else 0
         else:
             step = t // slicing.dt
             if step >= num:
@@ -52,6 +55,25 @@ def slow_frames(events: Recording, slicing: Slicing) -> np.ndarray:
         site = (events.p[i], events.y[i], events.x[i])[-len(events.size) :]
         frames[(step, *site)] += 1
     return frames
+
+
+@pytest.mark.parametrize(
+    ("t", "num", "steps"),
+    [
+        ([0, 4, 5, 9, 10], 2, [0, 0, 1, 1, 1]),
+        ([7, 10, 13, 16], 3, [0, 1, 2, 2]),
+        ([0, 3, 4, 6, 7, 10], 3, [0, 0, 1, 1, 2, 2]),  # between slices at 3.3 and 6.7
+        ([0, 10**9 // 3, 10**9 // 3 + 1, 10**9], 3, [0, 0, 1, 2]),
+        ([5, 5, 5], 4, [0, 0, 0]),
+    ],
+)
+def test_events_between_slices_of_time_are_in_the_later_one(
+    t: list[int], num: int, steps: list[int]
+) -> None:
+    columns = [np.array(values) for values in (t, *([0] * len(t) for _ in "xyp"))]
+    events = Recording(*columns[1:], columns[0], (1, 1, 1))
+    counts = to_frames(events, Slicing("time", num)).ravel()
+    assert counts.tolist() == [steps.count(k) for k in range(num)]
 
 
 @st.composite

@@ -426,6 +426,24 @@ def test_sizes_that_change(forward) -> None:
     assert len(fused.fusion.fused) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("scale per step", [(4, 5), (4, 3), (4, 6)]),
+        ("plain", [(4, 5), (4, 3), (2, 3), (5, 1), (5, 2)]),
+        ("shape first", [(4, 5), (4, 3), (2, 3)]),
+    ],
+)
+def test_each_of_several_sizes_is_fused(name: str, sizes: list[tuple[int, int]]) -> None:
+    """TorchDynamo computes with sizes in the graph once they have changed."""
+    plain = sf.Temporal(Net(FUSED[name][0]))
+    fused = sf.fuse(copy.deepcopy(plain))
+    for T, B in sizes:
+        x = torch.randn(T, B, 6)
+        torch.testing.assert_close(fused(x), plain(x))
+        assert len(fused.fusion.fused) == 1, (T, B)
+
+
 class Branches(nn.Module):
     """Residual blocks, through which a gradient has several paths."""
 

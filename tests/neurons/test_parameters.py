@@ -97,6 +97,22 @@ def test_tensors_out_of_range(kind: type[Holder], name: str, values: Any) -> Non
         kind(**{name: unread})
 
 
+def test_frequencies_that_do_not_fit_the_step() -> None:
+    neuron = spikefuse.BRF(omega=50.0)
+    for name, value, limit in (("omega", 101.0, 100), ("omega", -1.0, 100), ("dt", 0.1, 10)):
+        with pytest.raises(ValueError, match=rf"omega is .*: expected a number in \[0, {limit}\]"):
+            setattr(neuron, name, value)
+    neuron.dt = 0.005
+    neuron.omega = 200.0
+
+
+def test_numbers_in_place_of_fractions() -> None:
+    neuron = spikefuse.GatedLIF(alpha=torch.tensor(0.5))
+    with pytest.raises(ValueError, match=r"alpha is 1\.5: expected a number in \[0, 1\]"):
+        neuron.alpha = 1.5
+    neuron.alpha = 1.0
+
+
 def test_tensors_whose_values_are_not_known() -> None:
     def total(decay: torch.Tensor) -> torch.Tensor:
         neuron = spikefuse.LIF(threshold=9.0)
