@@ -5,7 +5,6 @@ Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", University 
 
 from __future__ import annotations
 
-import gzip
 import io
 import pickle
 import re
@@ -14,20 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from spikefuse.data.files import (
-    CHUNK,
-    DataError,
-    DownloadSource,
-    damaged,
-    locate,
-    opened,
-    read_bytes,
-)
+from spikefuse.data.files import DataError, DownloadSource, damaged, locate, read_bytes
 from spikefuse.data.images import Images
 
 SHAPE = (3, 32, 32)
@@ -175,41 +166,24 @@ def _find_batches(files: CifarFiles, folders: tuple[Path, Path]) -> Batches | No
     return None
 
 
-class _Bounded:
-    """A file that ends in an error after `limit` bytes: headers of tar may claim any size."""
-
-    def __init__(self, file: IO[bytes] | gzip.GzipFile, limit: int) -> None:
-        self.file, self.left = file, limit
-
-    def read(self, size: int) -> bytes:
-        content = self.file.read(min(size, CHUNK))
-        self.left -= len(content)
-        if self.left < 0:
-            raise ValueError(f"more than {ARCHIVE_BYTES} bytes of content")
-        return content
-
-
 def _read_archive(files: CifarFiles, archive: Path) -> Batches:
     wanted = {f"{name}{ending}": name for name in files.batches for ending in ("", ".bin")}
     batches: Batches = {}
-    with opened(archive) as file:
-        content: Any = _Bounded(file, ARCHIVE_BYTES)
-        try:
-            with tarfile.open(fileobj=content, mode="r|") as tar:
-                for member in tar:
-                    name = wanted.get(member.name.rpartition("/")[2])
-                    if name is None or not member.isfile():
-                        continue
-                    if member.issparse() or member.size > files.batch_bytes or name in batches:
-                        raise ValueError(f"{member.name}, {member.size} bytes")
-                    part = tar.extractfile(member)
-                    assert part is not None  # of a regular file
-                    batches[name] = (archive, part.read())
-            while content.read(CHUNK):  # to the checksum after the archive
-                pass
-        except Exception as error:  # a damaged header may raise anything
-            what = " ".join(str(error).split())
-            raise damaged(archive, f"not an archive of {files.title}: {what}") from error
+    content = io.BytesIO(read_bytes(archive, ARCHIVE_BYTES))
+    try:
+        with tarfile.open(fileobj=content, mode="r:") as tar:
+            for member in tar:
+                name = wanted.get(member.name.rpartition("/")[2])
+                if name is None or not member.isfile():
+                    continue
+                if member.issparse() or member.size > files.batch_bytes or name in batches:
+                    raise ValueError(f"{member.name}, {member.size} bytes")
+                part = tar.extractfile(member)
+                assert part is not None  # of a regular file
+                batches[name] = (archive, part.read())
+    except Exception as error:  # a damaged header may raise anything
+        what = " ".join(str(error).split())
+        raise damaged(archive, f"not an archive of {files.title}: {what}") from error
     if missing := [name for name in files.batches if name not in batches]:
         raise damaged(archive, f"it does not contain {missing[0]}")
     return batches
