@@ -20,7 +20,7 @@ class RunOptions:
         data_ranks: processes that share a batch; by default all processes / time-ranks.
         time_chunks: microbatches in which states are sent from one time rank to the next; by
             default 1 on GPUs, which do not wait for states; 4 on CPUs.
-        device: device; auto is CUDA if available.
+        device: auto is CUDA if available.
         logger: Lightning logger in addition to CSV and TensorBoard, such as wandb or mlflow, or
             module:function for one of your own; by default none.
         data_dir: folder of the datasets; by default $SPIKEFUSE_DATA, else see the end of spikefuse
