@@ -13,7 +13,6 @@ import subprocess
 import sys
 import textwrap
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -271,8 +270,6 @@ def test_parameters_have_descriptions(name: str) -> None:
         return
     entries = re.findall(r"^    (\*{0,2}\w+(?:, \*{0,2}\w+)*)(?: \(.*\))?: ", text, re.M)
     known = {entry for names in entries for entry in names.replace("*", "").split(", ")}
-    if is_dataclass(value):
-        known |= {field.name for field in fields(value) if "help" in field.metadata}
     # Options of `Firing` and what a class passes on to its base.
     known |= {"firing", "unknown", "args", "kwargs"}
     assert [p for p in inspect.signature(value).parameters if p not in known] == []

@@ -6,8 +6,6 @@ parameter gets its own text.
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +25,9 @@ class Reference(griffe.Extension):
         for o in objects:
             if o.docstring:
                 o.docstring.value = completed(o.docstring.value, texts)
-        _describe_settings(pkg["train.config.TrainConfig"])
+        for field in pkg["train.config.TrainConfig"].attributes.values():
+            if isinstance(field.value, griffe.ExprCall) and field.value.arguments:
+                field.value = field.value.arguments[0]  # the default in `option(default, ...)`
         for o in objects:
             if o.is_class and o.docstring:
                 _separate_call(o)
@@ -63,30 +63,6 @@ def _described(name: str, text: str, texts: dict[str, str]) -> str:
         if entry["names"] == name:
             return entry["text"]
     return ""
-
-
-def _describe_settings(cls: griffe.Class) -> None:
-    """Add entries for the fields of a dataclass, `name: type = option(default, help, ...)`.
-
-    A field without a description is not an option of the user.
-    """
-    lines = ["", "", "Args:"]
-    for field in cls.attributes.values():
-        if isinstance(field.value, griffe.ExprCall) and field.value.arguments:
-            arguments = [str(a) for a in field.value.arguments]
-            named = dict(a.split("=", 1) for a in arguments if re.match(r"\w+=", a))
-            default, text, *others = [a for a in arguments if not re.match(r"\w+=", a)]
-            text = ast.literal_eval(text).removesuffix(", or one of")
-            if others and others[0] in cls.module.attributes:
-                with contextlib.suppress(ValueError):
-                    choices = ast.literal_eval(str(cls.module.attributes[others[0]].value))
-                    text += f"; one of {', '.join(choices)}"
-            shown = "".join(o for o in (*others, named.get("shown", "")) if o[:1] in ("'", '"'))
-            if default == "None" and shown:
-                text += f"; by default {ast.literal_eval(shown)}"
-            lines.append(f"    {field.name}: {text}.")
-            field.value = field.value.arguments[0]
-    cls.docstring.value += "\n".join(lines)
 
 
 def _docstring(text: str, parent: griffe.Object, like: griffe.Docstring) -> griffe.Docstring:

@@ -5,29 +5,20 @@ Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", University 
 
 from __future__ import annotations
 
-import gzip
 import io
-import pickle
-import re
+import itertools
+import pickletools
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from spikefuse.data.files import (
-    CHUNK,
-    DataError,
-    DownloadSource,
-    damaged,
-    locate,
-    opened,
-    read_bytes,
-)
+from spikefuse.data.files import DataError, DownloadSource, damaged, locate, read_bytes
 from spikefuse.data.images import Images
 
 SHAPE = (3, 32, 32)
@@ -175,41 +166,24 @@ def _find_batches(files: CifarFiles, folders: tuple[Path, Path]) -> Batches | No
     return None
 
 
-class _Bounded:
-    """A file that ends in an error after `limit` bytes: headers of tar may claim any size."""
-
-    def __init__(self, file: IO[bytes] | gzip.GzipFile, limit: int) -> None:
-        self.file, self.left = file, limit
-
-    def read(self, size: int) -> bytes:
-        content = self.file.read(min(size, CHUNK))
-        self.left -= len(content)
-        if self.left < 0:
-            raise ValueError(f"more than {ARCHIVE_BYTES} bytes of content")
-        return content
-
-
 def _read_archive(files: CifarFiles, archive: Path) -> Batches:
     wanted = {f"{name}{ending}": name for name in files.batches for ending in ("", ".bin")}
     batches: Batches = {}
-    with opened(archive) as file:
-        content: Any = _Bounded(file, ARCHIVE_BYTES)
-        try:
-            with tarfile.open(fileobj=content, mode="r|") as tar:
-                for member in tar:
-                    name = wanted.get(member.name.rpartition("/")[2])
-                    if name is None or not member.isfile():
-                        continue
-                    if member.issparse() or member.size > files.batch_bytes or name in batches:
-                        raise ValueError(f"{member.name}, {member.size} bytes")
-                    part = tar.extractfile(member)
-                    assert part is not None  # of a regular file
-                    batches[name] = (archive, part.read())
-            while content.read(CHUNK):  # to the checksum after the archive
-                pass
-        except Exception as error:  # a damaged header may raise anything
-            what = " ".join(str(error).split())
-            raise damaged(archive, f"not an archive of {files.title}: {what}") from error
+    content = io.BytesIO(read_bytes(archive, ARCHIVE_BYTES))
+    try:
+        with tarfile.open(fileobj=content, mode="r:") as tar:
+            for member in tar:
+                name = wanted.get(member.name.rpartition("/")[2])
+                if name is None or not member.isfile():
+                    continue
+                if member.issparse() or member.size > files.batch_bytes or name in batches:
+                    raise ValueError(f"{member.name}, {member.size} bytes")
+                part = tar.extractfile(member)
+                assert part is not None  # of a regular file
+                batches[name] = (archive, part.read())
+    except Exception as error:  # a damaged header may raise anything
+        what = " ".join(str(error).split())
+        raise damaged(archive, f"not an archive of {files.title}: {what}") from error
     if missing := [name for name in files.batches if name not in batches]:
         raise damaged(archive, f"it does not contain {missing[0]}")
     return batches
@@ -233,76 +207,42 @@ def _parse(files: CifarFiles, label: str, path: Path, content: bytes) -> Images:
     return Images(shaped, torch.from_numpy(labels))
 
 
-class _PickledDtype:
-    """A dtype of whole numbers. NumPy's own unpickling would read its flags from the file."""
-
-    def __init__(self, code: str | bytes, *_: Any) -> None:
-        code = code.decode() if isinstance(code, bytes) else code
-        if not re.fullmatch("[iu][1248]", code):
-            raise pickle.UnpicklingError(f"an array of {code[:40]!r} is refused")
-        self.dtype = np.dtype(code)
-
-    def __setstate__(self, state: tuple) -> None:
-        self.dtype = self.dtype.newbyteorder(state[1])
-
-
-class _PickledArray:
-    """An array whose shape fits its content. NumPy would allocate any shape in a file."""
-
-    def __init__(self, *_: Any) -> None:
-        self.array = np.empty(0)
-
-    def __setstate__(self, state: tuple) -> None:
-        _, shape, kind, fortran, content = state
-        self.array = np.frombuffer(content, kind.dtype).reshape(
-            shape, order="F" if fortran else "C"
-        )
-
-
-# NumPy 1, which wrote the published files, and NumPy 2 name the module differently.
-ALLOWED = {
-    ("numpy.core.multiarray", "_reconstruct"): _PickledArray,
-    ("numpy._core.multiarray", "_reconstruct"): _PickledArray,
-    ("numpy", "ndarray"): None,  # an argument of _reconstruct
-    ("numpy", "dtype"): _PickledDtype,
-}
-
-
-BYTEARRAY = pickle.BYTEARRAY8[0]
-
-
-# The pure-Python unpickler: the one in C allocates gigabytes for a damaged memo index.
-class _ArrayUnpickler(pickle._Unpickler):
-    """Unpickles arrays of whole numbers and containers, and refuses to call anything else."""
-
-    # A bytearray is allocated with the size that the file claims.
-    dispatch: ClassVar = {k: f for k, f in pickle._Unpickler.dispatch.items() if k != BYTEARRAY}
-
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return ALLOWED[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"{module}.{name} is refused") from None
+# Instructions of a pickle: whole numbers, what makes a list of them, and what changes no value.
+NUMBERS = {"BININT", "BININT1", "BININT2", "LONG1"}
+LISTS = {"MARK", "APPEND", "APPENDS"}
+MEMO = {"BINPUT", "LONG_BINPUT", "MEMOIZE", "FRAME"}
 
 
 def _unpickle(
     files: CifarFiles, label: str, path: Path, content: bytes
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Find the pixels and labels in the instructions of a pickle, none of which is carried out.
+
+    Behind its key in a batch, an array has the numbers 0, 1 and those of its shape, then its dtype,
+    whether its order is that of Fortran, and its bytes. Python 2 wrote the published files.
+    """
+    wrong = f"not a batch of {files.title}: expected uint8 data [N, {VALUES}] and N labels"
     try:
-        batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
-        # The published files were written by Python 2 and have bytes as keys.
-        batch = {k.decode() if isinstance(k, bytes) else k: v for k, v in batch.items()}
-        pixels, labels = batch["data"].array, batch[label]
-        if isinstance(labels, list) and not all(type(value) is int for value in labels):
-            raise ValueError("a label is not a whole number")  # nested lists may expand
-        labels = np.asarray(getattr(labels, "array", labels), np.int64)
+        code: list[tuple[str, Any]] = [
+            (opcode.name, value.encode("latin-1") if isinstance(value, str) else value)
+            for opcode, value, _ in pickletools.genops(content)
+            if opcode.name not in MEMO
+        ]
+        values = [value for _, value in code]
+        opened, *rest = code[values.index(label.encode()) + 1 :]
+        entries = [*itertools.takewhile(lambda step: step[0] in NUMBERS | LISTS, rest)]
+        labels = np.array([value for name, value in entries if name in NUMBERS], np.int64)
+        end, following = rest[len(entries)]
+        array = code[values.index(b"data") + 1 :]
+        numbers = [value for name, value in array if name in NUMBERS]
+        size = VALUES * len(labels)
+        place = next(i for i, (_, v) in enumerate(array) if isinstance(v, bytes) and len(v) == size)
     except Exception as error:  # a damaged pickle may raise anything
-        raise damaged(path, f"not a batch of {files.title}: {error}") from error
-    if (
-        pixels.dtype != np.uint8
-        or labels.ndim != 1
-        or not len(labels)
-        or pixels.shape != (len(labels), VALUES)
-    ):
-        raise damaged(path, "expected uint8 data [N, 3072] and N labels")
-    return pixels, labels
+        raise damaged(path, wrong) from error
+    is_list = opened[0] == "EMPTY_LIST" and (end == "SETITEMS" or isinstance(following, bytes))
+    is_array = numbers[:4] == [0, 1, len(labels), VALUES] and b"u1" in values
+    if not is_list or not is_array or not len(labels):
+        raise damaged(path, wrong)
+    pixels = np.frombuffer(array[place][1], np.uint8)
+    order: Any = "F" if array[place - 1][0] == "NEWTRUE" else "C"
+    return pixels.reshape(len(labels), VALUES, order=order), labels

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.data.files import DataError
-from spikefuse.data.images import Examples, Index, Series, check_index, check_lengths
+from spikefuse.data.images import Examples, InMemory, Series, check_lengths
 from spikefuse.data.recordings import Recording
 from spikefuse.data.sound import Sound
 
@@ -288,7 +288,7 @@ def unpack(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Frames:
+class Frames(InMemory):
     """Labelled sequences of frames, in packed form.
 
     Example::
@@ -324,30 +324,14 @@ class Frames:
 
         check_lengths("packed", packed, self.labels)
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: Index) -> Frames:
-        check_index(index)
-        return Frames(self.packed[index], self.labels[index], self.shape, self.bits)
-
     @property
     def num_steps(self) -> int:
         return self.packed.shape[1]
 
     @property
-    def nbytes(self) -> int:
-        return self.packed.nbytes + self.labels.nbytes
-
-    @property
     def pixels(self) -> Tensor:
         """Counts, uint8 `[B, T, *shape]`, unpacked on the device of `packed`."""
         return unpack(self.packed, self.bits, self.shape)
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Frames:
-        packed = self.packed.to(device, non_blocking=non_blocking)
-        labels = self.labels.to(device, non_blocking=non_blocking)
-        return Frames(packed, labels, self.shape, self.bits)
 
 
 def expand(batch: Examples, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -5,7 +5,7 @@ Shape legend: N examples, T time steps, C channels, H rows, W columns, K values 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -61,7 +61,30 @@ def check_index(index: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Images:
+class InMemory:
+    """Examples in the tensors of a dataclass, which have a row for each example."""
+
+    def __len__(self) -> int:
+        return len(self._tensors()["labels"])
+
+    def __getitem__(self, index: Index) -> Self:
+        check_index(index)
+        return replace(self, **{name: x[index] for name, x in self._tensors().items()})
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self._tensors().values())
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        tensors = self._tensors().items()
+        return replace(self, **{n: x.to(device, non_blocking=non_blocking) for n, x in tensors})
+
+    def _tensors(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if hasattr(x, "nbytes")}
+
+
+@dataclass(frozen=True)
+class Images(InMemory):
     """Labelled images as bytes.
 
     Example::
@@ -84,23 +107,6 @@ class Images:
 
     def __post_init__(self) -> None:
         check_lengths("pixels", self.pixels, self.labels)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: Index) -> Self:
-        check_index(index)
-        return type(self)(self.pixels[index], self.labels[index])
-
-    @property
-    def nbytes(self) -> int:
-        return self.pixels.nbytes + self.labels.nbytes
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        return type(self)(
-            self.pixels.to(device, non_blocking=non_blocking),
-            self.labels.to(device, non_blocking=non_blocking),
-        )
 
 
 @dataclass(frozen=True)

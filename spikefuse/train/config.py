@@ -44,239 +44,155 @@ class TrainConfig:
         config = sf.train.TrainConfig(dataset="mnist", model="resnet18", num_steps=4)
         net = config.make_network()  # a Temporal
 
+    Args:
+        dataset: dataset, or module:dataset for your own.
+        model: network architecture, or module:builder for your own.
+        task: what targets are: a class or values of each example, or a target for each time step.
+        neuron: neuron model, or relu or qcfs for spikefuse convert.
+        decay: factor that multiplies the membrane potential at every step (plif: its initial
+            value); by default the neuron's own.
+        threshold: firing threshold.
+        surrogate: surrogate derivative of the spike; by default the neuron's own.
+        reset: potential after a spike: hard sets it to 0, soft subtracts the threshold; by default
+            the neuron's own.
+        detach_reset: stop gradients through the reset; by default the neuron's own; yes for event
+            models.
+        size: rows and columns of an image or frame; folder, events, imagenet and tiny_imagenet; by
+            default the dataset's own; events: the sensor's.
+        grey: read images in grey; folder, imagenet and tiny_imagenet.
+        sensor: events: columns and rows of the camera, such as 346x260; by default the files' own.
+        num_steps: number of time steps; by default 8; for event data, the dataset's own; of relu
+            and qcfs 1.
+        encoding: image encoding; direct repeats the image at every step, poisson draws random
+            spikes.
+        slicing: how events are cut into frames: equal numbers of events, frames of --slice-events
+            events, equal shares of the recording's time, or frames of --slice-us microseconds; by
+            default the dataset's own.
+        slice_us: microseconds per frame, with --slicing duration; by default the dataset's own.
+        slice_events: events per frame, with --slicing events; by default none.
+        frames: what frames of events hold: counts, how recent the last event is (time_surface), or
+            with --slicing time events shared by the two nearest frames (voxel_grid).
+        capacity: event-mlp: largest fraction of a layer's neurons whose spikes are used in one
+            step; by default no limit.
+        overflow: event-mlp: what to do with spikes above the capacity: drop them, compute the layer
+            densely, or raise an error.
+        activity: event-mlp: scale the initial weights so that this fraction of neurons fires per
+            step; by default half the capacity, or 0.01.
+        activity_weight: event-mlp: weight of the penalty on activity above half the capacity; by
+            default 1.
+        epochs: passes over the training examples.
+        batch_size: examples per optimizer step.
+        optimizer: optimizer of torch.optim, with its defaults; sgd has momentum 0.9.
+        lr: learning rate.
+        schedule: learning-rate schedule; cosine decays to 0 by the end of the run, one-cycle rises
+            first, step divides by 10 every --step-epochs.
+        step_epochs: epochs between steps, with --schedule step; by default a third of the run.
+        warmup: epochs over which the learning rate rises at the start; by default 0; with one-cycle
+            0.3 of the run.
+        weight_decay: weight decay of the weights of layers, not of norms, biases and neurons.
+        decay_all: apply weight decay to all parameters.
+        ema: evaluate and save the exponential moving average of the weights, with this decay per
+            step, such as 0.999; by default none.
+        loss: output to which the criterion applies: the mean over time, the last step, or every
+            step (averaged); by default mean; of sequences every.
+        criterion: loss of an output and its target: of values the mean squared error, the mean
+            absolute error or Huber's, of classes the cross entropy; by default cross-entropy; mse
+            for regression and sequences.
+        label_smoothing: fraction of the target spread evenly over all classes, in training only.
+        rate_penalty: weight of a penalty on the firing rate: spikes per neuron and step, averaged
+            over layers.
+        patience: stop after this many epochs without a higher validation accuracy; of values,
+            without a lower loss; by default never.
+        clip: clip the gradient of all parameters to this norm; by default none.
+        shift: largest random shift of a training image, in pixels; by default 1 for images and
+            frames in classification, otherwise 0.
+        flip: mirror half of the training images at random.
+        trivial_augment: change each training image by a random operation of random strength.
+        cutout: side of a random square of a training image that is set to zero, in pixels; by
+            default none.
+        erase: probability that a random rectangle of a training image is filled with random pixels;
+            by default none.
+        drop_events: drop events of training recordings at random.
+        mixup: mix each example with another one, with weights of Beta(N, N), such as 0.2; by
+            default none.
+        cutmix: paste a rectangle of another example, with an area of Beta(N, N); with mixup, each
+            applies to half of the examples; by default none.
+        seed: seed of all random choices.
+        precision: floating-point precision: 32, or mixed with bf16 or 16 (float16, CUDA).
+        accumulate: microbatches per batch, computed one after the other to save memory.
+        tbptt: truncated BPTT: time steps through which gradients flow back; by default all.
+        fuse: fuse each batch norm with the neurons that read it.
+        memory: what to save for the backward pass (docs/memory.md).
+        channels_last: use the channels-last memory format.
+        cuda_graph: record the training step as a CUDA graph and replay it; by default on a GPU,
+            where possible.
+        sync_batch_norm: synchronize batch norm statistics across GPUs, under torchrun.
+        classes, shape, converted: no options: what the files of a dataset determine, and whether
+            `spikefuse convert` has made the network.
+
     Raises:
         ConfigError: a value has the wrong type, is out of range, or conflicts with another.
     """
 
-    dataset: str = option("digits", "dataset, module:dataset for your own, or one of", DATASETS)
-    model: str = option(
-        "conv", "network architecture, module:builder for your own, or one of", MODELS
-    )
-    task: str = option(
-        "classification",
-        "what targets are: a class or values of each example, or a target for each time step",
-        TASKS,
-    )
-    neuron: str = option(
-        "lif", "neuron model, or relu or qcfs for spikefuse convert", choices.UNITS
-    )
-    decay: float | None = option(
-        None,
-        "factor that multiplies the membrane potential at every step (plif: its initial value)",
-        between(0, 1),
-        "the neuron's own",
-    )
-    threshold: float = option(1.0, "firing threshold", POSITIVE)
-    surrogate: str | None = option(
-        None, "surrogate derivative of the spike", choices.SURROGATES, "the neuron's own"
-    )
-    reset: str | None = option(
-        None,
-        "potential after a spike: hard sets it to 0, soft subtracts the threshold",
-        RESETS,
-        "the neuron's own",
-    )
-    detach_reset: bool | None = option(
-        None, "stop gradients through the reset", shown="the neuron's own; yes for event models"
-    )
-    size: int | None = option(
-        None,
-        "rows and columns of an image or frame; folder, events, imagenet and tiny_imagenet",
-        AT_LEAST_ONE,
-        "the dataset's own; events: the sensor's",
-    )
-    grey: bool = option(False, "read images in grey; folder, imagenet and tiny_imagenet")
-    sensor: str | None = option(
-        None, "events: columns and rows of the camera, such as 346x260", shown="the files' own"
-    )
-    num_steps: int = option(
-        None,
-        "number of time steps",
-        AT_LEAST_ONE,
-        "8; for event data, the dataset's own; of relu and qcfs 1",
-    )
-    encoding: str = option(
-        "direct",
-        "image encoding; direct repeats the image at every step, poisson draws random spikes",
-        choices.ENCODINGS,
-    )
-    slicing: str | None = option(
-        None,
-        "how events are cut into frames: equal numbers of events, frames of --slice-events events, "
-        "equal shares of the recording's time, or frames of --slice-us microseconds",
-        SLICINGS,
-        "the dataset's own",
-    )
-    slice_us: int | None = option(
-        None, "microseconds per frame, with --slicing duration", AT_LEAST_ONE, "the dataset's own"
-    )
-    slice_events: int | None = option(
-        None, "events per frame, with --slicing events", AT_LEAST_ONE, "none"
-    )
-    frames: str = option(
-        "counts",
-        "what frames of events hold: counts, how recent the last event is (time_surface), or with "
-        "--slicing time events shared by the two nearest frames (voxel_grid)",
-        CONTENTS,
-    )
-    capacity: float | None = option(
-        None,
-        "event-mlp: largest fraction of a layer's neurons whose spikes are used in one step",
-        up_to(1),
-        "no limit",
-    )
-    overflow: str = option(
-        "drop",
-        "event-mlp: what to do with spikes above the capacity: drop them, compute the layer "
-        "densely, or raise an error",
-        choices.OVERFLOWS,
-    )
-    activity: float | None = option(
-        None,
-        "event-mlp: scale the initial weights so that this fraction of neurons fires per step",
-        up_to(0.5),
-        "half the capacity, or 0.01",
-    )
-    activity_weight: float | None = option(
-        None,
-        "event-mlp: weight of the penalty on activity above half the capacity",
-        NOT_NEGATIVE,
-        "1",
-    )
-    epochs: int = option(20, "passes over the training examples", AT_LEAST_ONE)
-    batch_size: int = option(32, "examples per optimizer step", AT_LEAST_ONE)
-    optimizer: str = option(
-        "adam",
-        "optimizer of torch.optim, with its defaults; sgd has momentum 0.9",
-        choices.OPTIMIZERS,
-    )
-    lr: float = option(1e-3, "learning rate", POSITIVE)
-    schedule: str = option(
-        "constant",
-        "learning-rate schedule; cosine decays to 0 by the end of the run, one-cycle rises first, "
-        "step divides by 10 every --step-epochs",
-        choices.SCHEDULES,
-    )
-    step_epochs: int | None = option(
-        None, "epochs between steps, with --schedule step", AT_LEAST_ONE, "a third of the run"
-    )
-    warmup: float = option(
-        None,
-        "epochs over which the learning rate rises at the start",
-        NOT_NEGATIVE,
-        "0; with one-cycle 0.3 of the run",
-    )
-    weight_decay: float = option(
-        0.0, "weight decay of the weights of layers, not of norms, biases and neurons", NOT_NEGATIVE
-    )
-    decay_all: bool = option(False, "apply weight decay to all parameters")
-    ema: float | None = option(
-        None,
-        "evaluate and save the exponential moving average of the weights, with this decay per "
-        "step, such as 0.999",
-        BELOW_ONE,
-        "none",
-    )
-    loss: str = option(
-        None,
-        "output to which the criterion applies: the mean over time, the last step, or every step "
-        "(averaged)",
-        choices.LOSSES,
-        "mean; of sequences every",
-    )
-    criterion: str = option(
-        None,
-        "loss of an output and its target: of values the mean squared error, the mean absolute "
-        "error or Huber's, of classes the cross entropy",
-        CRITERIA,
-        "cross-entropy; mse for regression and sequences",
-    )
-    label_smoothing: float = option(
-        0.0,
-        "fraction of the target spread evenly over all classes, in training only",
-        between(0, 1),
-    )
-    rate_penalty: float = option(
-        0.0,
-        "weight of a penalty on the firing rate: spikes per neuron and step, averaged over layers",
-        NOT_NEGATIVE,
-    )
-    patience: int | None = option(
-        None,
-        "stop after this many epochs without a higher validation accuracy; of values, without a "
-        "lower loss",
-        AT_LEAST_ONE,
-        "never",
-    )
-    clip: float | None = option(
-        None, "clip the gradient of all parameters to this norm", POSITIVE, "none"
-    )
-    shift: int = option(
-        None,
-        "largest random shift of a training image, in pixels",
-        between(0, 8),
-        "1 for images and frames in classification, otherwise 0",
-    )
-    flip: bool = option(False, "mirror half of the training images at random")
-    trivial_augment: bool = option(
-        False, "change each training image by a random operation of random strength"
-    )
-    cutout: int = option(
-        0,
-        "side of a random square of a training image that is set to zero, in pixels",
-        NOT_NEGATIVE,
-        "none",
-    )
-    erase: float = option(
-        0.0,
-        "probability that a random rectangle of a training image is filled with random pixels",
-        between(0, 1),
-        "none",
-    )
-    drop_events: bool = option(False, "drop events of training recordings at random")
-    mixup: float = option(
-        0.0,
-        "mix each example with another one, with weights of Beta(N, N), such as 0.2",
-        NOT_NEGATIVE,
-        "none",
-    )
-    cutmix: float = option(
-        0.0,
-        "paste a rectangle of another example, with an area of Beta(N, N); with mixup, each "
-        "applies to half of the examples",
-        NOT_NEGATIVE,
-        "none",
-    )
-    seed: int = option(0, "seed of all random choices", between(0, choices.SEED_LIMIT - 1))
-    precision: str = option(
-        "32",
-        "floating-point precision: 32, or mixed with bf16 or 16 (float16, CUDA)",
-        choices.PRECISIONS,
-    )
-    accumulate: int = option(
-        1, "microbatches per batch, computed one after the other to save memory", AT_LEAST_ONE
-    )
-    tbptt: int | None = option(
-        None, "truncated BPTT: time steps through which gradients flow back", AT_LEAST_ONE, "all"
-    )
-    fuse: bool = option(True, "fuse each batch norm with the neurons that read it")
-    memory: str = option(
-        "recompute", "what to save for the backward pass (docs/memory.md)", choices.MEMORY
-    )
-    channels_last: bool | None = option(True, "use the channels-last memory format")
-    cuda_graph: bool | None = option(
-        None,
-        "record the training step as a CUDA graph and replay it",
-        shown="on a GPU, where possible",
-    )
-    sync_batch_norm: bool = option(
-        False, "synchronize batch norm statistics across GPUs, under torchrun"
-    )
+    dataset: str = option("digits", DATASETS)
+    model: str = option("conv", MODELS)
+    task: str = option("classification", TASKS)
+    neuron: str = option("lif", choices.UNITS)
+    decay: float | None = option(None, between(0, 1))
+    threshold: float = option(1.0, POSITIVE)
+    surrogate: str | None = option(None, choices.SURROGATES)
+    reset: str | None = option(None, RESETS)
+    detach_reset: bool | None = option(None)
+    size: int | None = option(None, AT_LEAST_ONE)
+    grey: bool = option(False)
+    sensor: str | None = option(None)
+    num_steps: int = option(None, AT_LEAST_ONE)
+    encoding: str = option("direct", choices.ENCODINGS)
+    slicing: str | None = option(None, SLICINGS)
+    slice_us: int | None = option(None, AT_LEAST_ONE)
+    slice_events: int | None = option(None, AT_LEAST_ONE)
+    frames: str = option("counts", CONTENTS)
+    capacity: float | None = option(None, up_to(1))
+    overflow: str = option("drop", choices.OVERFLOWS)
+    activity: float | None = option(None, up_to(0.5))
+    activity_weight: float | None = option(None, NOT_NEGATIVE)
+    epochs: int = option(20, AT_LEAST_ONE)
+    batch_size: int = option(32, AT_LEAST_ONE)
+    optimizer: str = option("adam", choices.OPTIMIZERS)
+    lr: float = option(1e-3, POSITIVE)
+    schedule: str = option("constant", choices.SCHEDULES)
+    step_epochs: int | None = option(None, AT_LEAST_ONE)
+    warmup: float = option(None, NOT_NEGATIVE)
+    weight_decay: float = option(0.0, NOT_NEGATIVE)
+    decay_all: bool = option(False)
+    ema: float | None = option(None, BELOW_ONE)
+    loss: str = option(None, choices.LOSSES)
+    criterion: str = option(None, CRITERIA)
+    label_smoothing: float = option(0.0, between(0, 1))
+    rate_penalty: float = option(0.0, NOT_NEGATIVE)
+    patience: int | None = option(None, AT_LEAST_ONE)
+    clip: float | None = option(None, POSITIVE)
+    shift: int = option(None, between(0, 8))
+    flip: bool = option(False)
+    trivial_augment: bool = option(False)
+    cutout: int = option(0, NOT_NEGATIVE)
+    erase: float = option(0.0, between(0, 1))
+    drop_events: bool = option(False)
+    mixup: float = option(0.0, NOT_NEGATIVE)
+    cutmix: float = option(0.0, NOT_NEGATIVE)
+    seed: int = option(0, between(0, choices.SEED_LIMIT - 1))
+    precision: str = option("32", choices.PRECISIONS)
+    accumulate: int = option(1, AT_LEAST_ONE)
+    tbptt: int | None = option(None, AT_LEAST_ONE)
+    fuse: bool = option(True)
+    memory: str = option("recompute", choices.MEMORY)
+    channels_last: bool | None = option(True)
+    cuda_graph: bool | None = option(None)
+    sync_batch_norm: bool = option(False)
 
-    # No options: the files of a dataset determine the first two, and a checkpoint the last.
-    classes: tuple[str, ...] | None = option(None, "")
-    shape: tuple[int, ...] | None = option(None, "")
-    converted: bool | None = option(None, "")
+    classes: tuple[str, ...] | None = None
+    shape: tuple[int, ...] | None = None
+    converted: bool | None = None
 
     def __post_init__(self) -> None:
         for setting in own.REGISTRIES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from spikefuse.train import choices, own
@@ -60,14 +61,11 @@ def _data_conflicts(config: TrainConfig) -> Iterator[str]:
                 "recurrent"
             )
     if dataset.kind != "images":
-        yield from _given(config, f"{config.dataset} has no images", *choices.OF_IMAGES)
-        if config.encoding != "direct":
-            yield f"encoding is {config.encoding}, but {config.dataset} has no images: remove it"
+        of_images = "encoding", *choices.OF_IMAGES
+        yield from _given(config, f"{config.dataset} has no images", *of_images)
     if dataset.kind != "events":
-        of_events = ("slicing", "slice_us", "slice_events", "drop_events")
+        of_events = ("slicing", "slice_us", "slice_events", "frames", "drop_events")
         yield from _given(config, f"{config.dataset} is not event data", *of_events)
-        if config.frames != "counts":
-            yield f"frames is {config.frames}, but {config.dataset} is not event data: remove it"
     else:
         if dataset.scale != 1:
             yield from _given(config, f"{config.dataset} holds levels, not events", "drop_events")
@@ -96,16 +94,19 @@ def _data_conflicts(config: TrainConfig) -> Iterator[str]:
 
 
 def _given(config: TrainConfig, reason: str, *names: str) -> Iterator[str]:
+    """Yield what is wrong with each setting that does not apply, and has not its default."""
+    defaults = {f.name: f.default for f in fields(config)}
     for name in names:
-        if getattr(config, name):
-            yield f"{name} is given, but {reason}: remove it"
+        value, default = getattr(config, name), defaults[name]
+        if value and value != default:
+            found = value if isinstance(default, str) else "given"
+            yield f"{name} is {found}, but {reason}: remove it"
 
 
 def _event_model_conflicts(config: TrainConfig) -> Iterator[str]:
     if not config.on_events:
-        for name in ("capacity", "overflow", "activity", "activity_weight"):
-            if getattr(config, name) not in (None, choices.OVERFLOWS[0]):
-                yield f"{name} is given, but the model is not {EVENT_MODEL}"
+        of_model = ("capacity", "overflow", "activity", "activity_weight")
+        yield from _given(config, f"the model is not {EVENT_MODEL}", *of_model)
         return
     activity, capacity = config.activity or 0.0, config.capacity or 1.0
     if activity > capacity:
@@ -121,28 +122,25 @@ def _event_model_conflicts(config: TrainConfig) -> Iterator[str]:
             yield f"{EVENT_MODEL} reads frames of one bit, but {config.dataset} has no bits"
     elif config.encoding != "poisson":
         yield f"encoding is {config.encoding}, but {EVENT_MODEL} reads spikes: choose poisson"
-    if config.accumulate > 1:
-        yield f"accumulate is given, but {EVENT_MODEL} computes whole batches: remove it"
+    yield from _given(config, f"{EVENT_MODEL} computes whole batches", "accumulate")
     yield from _given(config, f"{EVENT_MODEL} computes whole sequences", "tbptt")
     yield from _given(config, f"{EVENT_MODEL} has activity_weight", "rate_penalty")
     yield from _given(config, choices.SIZES_VARY, "cuda_graph")
-    if config.precision != "32":
-        yield f"precision is {config.precision}, but {EVENT_MODEL} computes in float32: choose 32"
+    yield from _given(config, f"{EVENT_MODEL} computes in float32", "precision")
 
 
 def _activation_conflicts(config: TrainConfig) -> Iterator[str]:
-    why = f"but the neuron {config.neuron} does not spike"
+    why = f"the neuron {config.neuron} does not spike"
+    yield from _given(config, why, "encoding", "rate_penalty")
     if config.data.kind != "images":
-        yield f"dataset is {config.dataset}, {why}: choose images, which are the same in each step"
-    if config.encoding != "direct":
-        yield f"encoding is {config.encoding}, {why}: choose direct"
+        yield f"dataset is {config.dataset}, but {why}: choose images, constant in time"
     if config.num_steps != 1 and not config.converted:
-        yield f"num_steps is {config.num_steps}, {why}: remove it, and give it to spikefuse convert"
+        found = f"num_steps is {config.num_steps}"
+        yield f"{found}, but {why}: remove it, and give it to spikefuse convert"
     if config.on_events or config.is_recurrent:
-        yield f"model is {config.model}, {why}: choose a model without events and recurrence"
+        yield f"model is {config.model}, but {why}: choose a model without events and recurrence"
     if config.neuron == "relu" and config.threshold != 1.0:
-        yield f"threshold is {config.threshold:g}, {why}: remove it"
-    yield from _given(config, why.removeprefix("but "), "rate_penalty")
+        yield f"threshold is {config.threshold:g}, but {why}: remove it"
 
 
 def _neuron_conflicts(config: TrainConfig) -> Iterator[str]:

@@ -1,9 +1,11 @@
-"""Descriptions of settings, from which options are generated, and the checks of their values."""
+"""Settings, of which the docstrings of their classes describe the options, and their checks."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
+import re
 import reprlib
 import shlex
 import sys
@@ -39,18 +41,30 @@ def up_to(high: float) -> Allowed:
     return f"a {{}} above 0, at most {high:g}", lambda value: 0 < value <= high
 
 
-def option(default: Any, help: str, allowed: Any = None, shown: str = "") -> Any:
-    """Return a field for a value of the type that the field is annotated with.
+def option(default: Any, allowed: Any = None) -> Any:
+    """Return a field for an option, a value of the type that the field is annotated with.
 
     Args:
-        help: of the option on the command line; without it, the field is no option.
         allowed: of numbers an `Allowed`, of text the choices, which are read when a value is
             checked, or None for any.
-        shown: what `--help` prints as the default, if it is not `default`.
     """
-    word = {True: "yes", False: "no"}[default] if isinstance(default, bool) else str(default)
-    about = {"help": help, "allowed": allowed, "shown": shown or word}
-    return field(default=default, metadata=about)
+    return field(default=default, metadata={"allowed": allowed})
+
+
+@cache
+def describe(options: type) -> dict[str, tuple[str, str]]:
+    """Return what the docstring of a dataclass says of each option, and of its default.
+
+    An entry ends in "; by default ..." where the default in the code does not say enough.
+    """
+    doc, described = inspect.getdoc(options) or "", {}  # without text under python -OO
+    entries = dict(re.findall(r"^    (\w+): (.+(?:\n {5,}.+)*)", doc, re.M))
+    for f in fields(options):
+        entry = " ".join(entries.get(f.name, "").split()).removesuffix(".")
+        text, _, default = entry.partition("; by default ")
+        word = {True: "yes", False: "no"}[f.default] if isinstance(f.default, bool) else f.default
+        described[f.name] = text, default or str(word)
+    return described
 
 
 @cache
@@ -68,7 +82,7 @@ def check_fields(options: Any) -> None:
     for f in fields(options):
         value = getattr(options, f.name)
         if value is not None or f.default is not None:
-            _check(f.name, value, own[f.name], f.metadata["allowed"])
+            _check(f.name, value, own[f.name], f.metadata.get("allowed"))
 
 
 # Names that an error lists.

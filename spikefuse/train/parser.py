@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import spikefuse
 from spikefuse.data.files import ENVIRONMENT
 from spikefuse.train.config import TrainConfig
-from spikefuse.train.fields import kinds
+from spikefuse.train.fields import describe, kinds
 from spikefuse.train.run_options import RunOptions
 
 USER_ERROR = 2  # exit code
@@ -147,7 +147,7 @@ def _add_train(commands: Any) -> None:
     for f in fields(TrainConfig):
         if f.name in GROUPS:
             group = train.add_argument_group(GROUPS[f.name])
-        if f.metadata["help"]:  # other fields are found in the files
+        if f.metadata:  # other fields are no options
             _add_options(group, TrainConfig, f.name)
     group = train.add_argument_group("files, devices and processes")
     text = "file of options, or the name of a recipe; the command line overrides it"
@@ -162,20 +162,20 @@ def _add_options(group: Any, options: type, *names: str, shown: str = "") -> Non
     for f in fields(options):
         if f.name not in names:
             continue
-        text, kind = f.metadata["help"], kinds(options)[f.name]
+        kind, (text, default) = kinds(options)[f.name], describe(options)[f.name]
         values: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if kind is not bool:
             choices = (f.metadata["allowed"] or ()) if kind is str else ()
             plain = {Path: "PATH", str: "NAME"}.get(kind, "N")
             metavar = "|".join(choices) or plain
             if len(choices) > MAX_INLINE_CHOICES:
-                metavar, text = "NAME", f"{text}: {', '.join(choices)}"
+                metavar, text = "NAME", f"{text}; one of {', '.join(choices)}"
             values = {"type": kind, "metavar": metavar}
         group.add_argument(
             f"--{f.name.replace('_', '-')}",
             *ALIASES.get(f.name, ()),
             default=argparse.SUPPRESS if options is TrainConfig else f.default,
-            help=f"{text} (default: {shown or f.metadata['shown']})",
+            help=f"{text} (default: {shown or default})",
             **values,
         )
 

@@ -70,7 +70,7 @@ def _settings(text: str) -> dict[str, Any]:
 
 def _convert(name: str, value: Any) -> Any:
     """Convert a value to the type of its option: YAML reads 1e-3 as a string, 32 as a number."""
-    names = [f.name for f in fields(TrainConfig) if f.metadata["help"]]
+    names = [f.name for f in fields(TrainConfig) if f.metadata]
     if name in PLACE:
         raise ConfigError(
             f"{name} is accepted on the command line only: pass --{name.replace('_', '-')}"

@@ -169,10 +169,13 @@ def test_a_cache_that_cannot_be_written(
         load_frames("name", source.recordings, SLICING)
 
 
-def test_default_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("SPIKEFUSE_CACHE_DIR", raising=False)
+def test_default_cache_directory(
+    source: Source, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("SPIKEFUSE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert store.cache_directory() == tmp_path / "spikefuse" / "frames"
+    load_frames("name", source.recordings, SLICING)
+    assert len(list((tmp_path / "spikefuse" / "frames").iterdir())) == 1
 
 
 def test_folders_of_equal_names_sizes_and_dates(source: Source, tmp_path: Path) -> None:
