@@ -6,14 +6,14 @@ Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", University 
 from __future__ import annotations
 
 import io
-import itertools
-import pickletools
+import pickle
+import re
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -207,42 +207,76 @@ def _parse(files: CifarFiles, label: str, path: Path, content: bytes) -> Images:
     return Images(shaped, torch.from_numpy(labels))
 
 
-# Instructions of a pickle: whole numbers, what makes a list of them, and what changes no value.
-NUMBERS = {"BININT", "BININT1", "BININT2", "LONG1"}
-LISTS = {"MARK", "APPEND", "APPENDS"}
-MEMO = {"BINPUT", "LONG_BINPUT", "MEMOIZE", "FRAME"}
+class _PickledDtype:
+    """A dtype of whole numbers. NumPy's own unpickling would read its flags from the file."""
+
+    def __init__(self, code: str | bytes, *_: Any) -> None:
+        code = code.decode() if isinstance(code, bytes) else code
+        if not re.fullmatch("[iu][1248]", code):
+            raise pickle.UnpicklingError(f"an array of {code[:40]!r} is refused")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: tuple) -> None:
+        self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class _PickledArray:
+    """An array whose shape fits its content. NumPy would allocate any shape in a file."""
+
+    def __init__(self, *_: Any) -> None:
+        self.array = np.empty(0)
+
+    def __setstate__(self, state: tuple) -> None:
+        _, shape, kind, fortran, content = state
+        self.array = np.frombuffer(content, kind.dtype).reshape(
+            shape, order="F" if fortran else "C"
+        )
+
+
+# NumPy 1, which wrote the published files, and NumPy 2 name the module differently.
+ALLOWED = {
+    ("numpy.core.multiarray", "_reconstruct"): _PickledArray,
+    ("numpy._core.multiarray", "_reconstruct"): _PickledArray,
+    ("numpy", "ndarray"): None,  # an argument of _reconstruct
+    ("numpy", "dtype"): _PickledDtype,
+}
+
+
+BYTEARRAY = pickle.BYTEARRAY8[0]
+
+
+# The pure-Python unpickler: the one in C allocates gigabytes for a damaged memo index.
+class _ArrayUnpickler(pickle._Unpickler):
+    """Unpickles arrays of whole numbers and containers, and refuses to call anything else."""
+
+    # A bytearray is allocated with the size that the file claims.
+    dispatch: ClassVar = {k: f for k, f in pickle._Unpickler.dispatch.items() if k != BYTEARRAY}
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return ALLOWED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"{module}.{name} is refused") from None
 
 
 def _unpickle(
     files: CifarFiles, label: str, path: Path, content: bytes
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the pixels and labels in the instructions of a pickle, none of which is carried out.
-
-    Behind its key in a batch, an array has the numbers 0, 1 and those of its shape, then its dtype,
-    whether its order is that of Fortran, and its bytes. Python 2 wrote the published files.
-    """
-    wrong = f"not a batch of {files.title}: expected uint8 data [N, {VALUES}] and N labels"
     try:
-        code: list[tuple[str, Any]] = [
-            (opcode.name, value.encode("latin-1") if isinstance(value, str) else value)
-            for opcode, value, _ in pickletools.genops(content)
-            if opcode.name not in MEMO
-        ]
-        values = [value for _, value in code]
-        opened, *rest = code[values.index(label.encode()) + 1 :]
-        entries = [*itertools.takewhile(lambda step: step[0] in NUMBERS | LISTS, rest)]
-        labels = np.array([value for name, value in entries if name in NUMBERS], np.int64)
-        end, following = rest[len(entries)]
-        array = code[values.index(b"data") + 1 :]
-        numbers = [value for name, value in array if name in NUMBERS]
-        size = VALUES * len(labels)
-        place = next(i for i, (_, v) in enumerate(array) if isinstance(v, bytes) and len(v) == size)
+        batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
+        # The published files were written by Python 2 and have bytes as keys.
+        batch = {k.decode() if isinstance(k, bytes) else k: v for k, v in batch.items()}
+        pixels, labels = batch["data"].array, batch[label]
+        if isinstance(labels, list) and not all(type(value) is int for value in labels):
+            raise ValueError("a label is not a whole number")  # nested lists may expand
+        labels = np.asarray(getattr(labels, "array", labels), np.int64)
     except Exception as error:  # a damaged pickle may raise anything
-        raise damaged(path, wrong) from error
-    is_list = opened[0] == "EMPTY_LIST" and (end == "SETITEMS" or isinstance(following, bytes))
-    is_array = numbers[:4] == [0, 1, len(labels), VALUES] and b"u1" in values
-    if not is_list or not is_array or not len(labels):
-        raise damaged(path, wrong)
-    pixels = np.frombuffer(array[place][1], np.uint8)
-    order: Any = "F" if array[place - 1][0] == "NEWTRUE" else "C"
-    return pixels.reshape(len(labels), VALUES, order=order), labels
+        raise damaged(path, f"not a batch of {files.title}: {error}") from error
+    if (
+        pixels.dtype != np.uint8
+        or labels.ndim != 1
+        or not len(labels)
+        or pixels.shape != (len(labels), VALUES)
+    ):
+        raise damaged(path, "expected uint8 data [N, 3072] and N labels")
+    return pixels, labels

@@ -145,7 +145,7 @@ def test_pickles_that_call_functions_are_refused(
     write(tmp_path, "py")
     path = tmp_path / "cifar-10-batches-py" / "data_batch_2"
     path.write_bytes(pickle.dumps({b"labels": [1], b"data": Harmful()}))
-    with pytest.raises(data.DataError, match=r"data_batch_2 is damaged .*expected uint8 data"):
+    with pytest.raises(data.DataError, match=r"data_batch_2 is damaged .*mkdir is refused"):
         data.load("cifar10", tmp_path)
     assert not (tmp_path / "harm").exists()
 
@@ -269,8 +269,7 @@ DAMAGED = {
     "label": (label_ten, "labels from 10 to 10"),
     "pickle cut": (lambda p, y: pickled(p, y)[:-40], "not a batch of CIFAR-10"),
     "pickle shape": (lambda p, y: pickled(p[:, :9], y), "expected uint8 data"),
-    "pickle of photos": (lambda p, y: pickled(p.reshape(-1, 32, 32, 3), y), "expected uint8"),
-    "pickle type": (lambda p, y: pickled(p.astype(float), y), "expected uint8 data"),
+    "pickle type": (lambda p, y: pickled(p.astype(float), y), "an array of 'f8' is refused"),
     "too many": (lambda p, y: bytes(CIFAR10.batch_bytes + 1), "more than 40960000 bytes"),
     "gzip": (lambda p, y: gzip.compress(binary(p, y))[:-4], "gzip: "),
 }
