@@ -39,7 +39,7 @@ PACKAGES: dict[str, set[str]] = {
     | {"graph", "transforms.tables"},
     "spikefuse": {"distributed", "inspect", "transforms", "graph", "memory", "nn", "compiler"}
     | {"neurons"},
-    "data": {"isolated", "kernels.cache_folder"},
+    "data": {"isolated"},
     "models": {"spikefuse", "block", "events", "nn", "neurons"},
     "train": {"models", "distributed", "inspect", "data", "transforms", "graph", "events", "memory"}
     | {"spikefuse", "nn", "neurons", "isolated"},

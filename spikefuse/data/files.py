@@ -8,6 +8,7 @@ import importlib.util
 import os
 import stat
 import sys
+import tempfile
 import uuid
 import zlib
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
@@ -18,7 +19,6 @@ from typing import IO
 import numpy as np
 
 from spikefuse import isolated
-from spikefuse.kernels.cache_folder import user_cache
 
 ENVIRONMENT = "SPIKEFUSE_DATA"
 CHUNK = 1 << 20
@@ -47,6 +47,14 @@ class DownloadSource:
     name: str
     url: str
     sha256: Mapping[str, str]
+
+
+def user_cache() -> Path:
+    """Return this library's folder in the user's cache; without a home, among temporary files."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spikefuse"
+    except RuntimeError:  # neither HOME nor an entry in the list of users
+        return Path(tempfile.gettempdir(), f"cache-{os.getuid()}", "spikefuse")
 
 
 def default_directory() -> Path:

@@ -21,15 +21,21 @@ from typing import IO
 import numpy as np
 import torch
 
-from spikefuse.data.files import DataError, replacing
+from spikefuse.data.files import DataError, replacing, user_cache
 from spikefuse.data.frames import Frames, Slicing, pack, to_frames
 from spikefuse.data.recordings import Recording, RecordingSet
 from spikefuse.data.sound import Sound
-from spikefuse.kernels.cache_folder import ENVIRONMENT, directory
 
 CHECKSUM_BYTES = 4
 # Part of every key: increase it when the frames of the same recordings change.
 VERSION = 4
+ENVIRONMENT = "SPIKEFUSE_CACHE_DIR"
+
+
+def cache_directory() -> Path:
+    """Return the folder of the cache: $SPIKEFUSE_CACHE_DIR/frames, else in the user's cache."""
+    chosen = os.environ.get(ENVIRONMENT)
+    return (Path(chosen).expanduser() if chosen else user_cache()) / "frames"
 
 
 def load_parts(name: str, parts: Sequence[RecordingSet], slicing: Slicing) -> tuple[Frames, ...]:
@@ -58,7 +64,7 @@ def load_frames(name: str, recordings: RecordingSet, slicing: Slicing) -> Frames
     Raises:
         DataError: a recording is damaged, or the cache cannot be written or is damaged.
     """
-    path = directory("frames") / f"{name}-{_digest(name, recordings, slicing)}.npy"
+    path = cache_directory() / f"{name}-{_digest(name, recordings, slicing)}.npy"
     step_bytes = -(-int(np.prod(recordings.size)) * slicing.bits // 8)
     shape = (len(recordings), slicing.num_steps, step_bytes)
     if not path.exists():

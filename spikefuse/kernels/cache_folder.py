@@ -21,19 +21,16 @@ MAX_LINKS = 40
 _checked: set[Path] = set()
 
 
-def user_cache() -> Path:
-    """Return this library's folder in the user's cache; without a home, among temporary files."""
+def directory() -> Path:
+    """Return $SPIKEFUSE_CACHE_DIR/kernels, else spikefuse/kernels in the user's cache."""
+    chosen = os.environ.get(ENVIRONMENT)
+    if chosen:
+        return Path(chosen).expanduser() / "kernels"
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # neither HOME nor an entry in the list of users
         cache = Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
-    return cache / "spikefuse"
-
-
-def directory(name: str = "kernels") -> Path:
-    """Return a folder in $SPIKEFUSE_CACHE_DIR, else in the user's cache."""
-    chosen = os.environ.get(ENVIRONMENT)
-    return (Path(chosen).expanduser() if chosen else user_cache()) / name
+    return cache / "spikefuse" / "kernels"
 
 
 def private_directory() -> Path:

@@ -7,7 +7,9 @@ import functools
 import hashlib
 import http.server
 import os
+import pwd
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -122,6 +124,14 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path, read: Callable[[Path
     for path in (tmp_path / "3.png", tmp_path):
         with pytest.raises(files.DataError, match=rf"cannot read {path}: it is not a regular"):
             read(path)
+
+
+def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # KeyError
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert files.user_cache() == tmp_path / f"cache-{os.getuid()}" / "spikefuse"
 
 
 def test_a_process_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
