@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from spikefuse.block.batch_norm import synchronized_batch_norm
@@ -175,6 +174,8 @@ def is_operator(node: fx.Node) -> bool:
 def write_known_size(node: fx.Node) -> None:
     """Write an integer that TorchDynamo computes from sizes as a number where it has guarded on its
     value, so that the size counts as no reader of a tensor."""
+    from torch.fx.experimental.symbolic_shapes import is_concrete_int  # which imports SymPy
+
     number = value(node)
     if is_operator(node) and type(number) in (int, torch.SymInt) and is_concrete_int(number):
         for user in [*node.users]:
