@@ -69,10 +69,23 @@ class TwoStates(sf.Neuron):
         return s, (i, h - s)
 
 
+class Cascade(TwoStates):
+    """Inputs and a learned decay that reach the potential one and two steps later."""
+
+    w, u = sf.State(), sf.State()
+
+    def step(self, x, i, v, w, u):
+        h = 0.8 * v + u
+        s = self.surrogate(h - 1.0)
+        return s, (0.5 * i + x, h - s, 0.6 * w + i, self.decay * u + w)
+
+
 def network(name: str) -> sf.Temporal:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    if name == "own":
+    if name == "cascade":
+        layers += [nn.Linear(6, 8), Cascade(), nn.Linear(8, 3)]
+    elif name == "own":
         layers += [nn.Linear(6, 8), TwoStates(), nn.Linear(8, 3), sf.LI(0.9)]
     elif name == "recurrent":
         options = {"bias": True, "heads": 2, "self_connections": False}
@@ -108,6 +121,8 @@ def in_parts(net: sf.Temporal, rule: str, steps: int, impl: str = "reference") -
     [
         ("own", "d-rtrl"),
         ("own", "ottt"),
+        ("cascade", "d-rtrl"),
+        ("cascade", "ottt"),
         ("recurrent", "e-prop"),
         ("recurrent", "sltt"),
         ("convolutions", "ottt"),
