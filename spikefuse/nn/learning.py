@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from spikefuse import reference
+from spikefuse._torch import without_hooks
 from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, channel_view
 from spikefuse.neurons.online import INPUT, OnlineNeuron, online_neuron, with_gradient_of
 from spikefuse.neurons.per_step import with_inputs
@@ -228,7 +229,8 @@ class Learning(Observer):
             names = [label for label, p in self.net.named_parameters() if id(p) in unknown]
             raise ValueError(
                 f"the parameters {', '.join(names) or 'of the code'} reach neuron '{name}' through "
-                f"other layers than one nn.Linear or convolution directly before it, for which "
+                f"other layers than one nn.Linear or convolution directly before it, or through a "
+                "hook or function that may change gradients, for which "
                 f"rule '{self.rule}' has no traces in parts of a sequence: pass the whole sequence "
                 "without state= and return_state=True, or use rule='sltt'"
             )
@@ -253,6 +255,14 @@ class Learning(Observer):
 
     def backward(self, grads: MaybeTensors) -> MaybeTensors:
         """The gradients of the parameters and of the inputs, given those of `roots`."""
+        with without_hooks(self.parameters):  # which are called for the sums that this returns
+            totals = self._totals(grads)
+        inputs = [self.hidden[i] for i in self.inputs]
+        self.hidden.clear()
+        return totals.pop([*self.parameters, *inputs])
+
+    def _totals(self, grads: MaybeTensors) -> _Totals:
+        """Add up the gradients of all pieces, the last one first."""
         totals = _Totals()
         totals.add(self.roots, grads, _leaves_of(self.roots))
         self.roots = []
@@ -267,9 +277,7 @@ class Learning(Observer):
                 with torch.enable_grad():
                     functions, found = source.contributions(trace, through[len(instant) :])
                 totals.add(functions, found, _leaves_of(functions))
-        inputs = [self.hidden[i] for i in self.inputs]
-        self.hidden.clear()
-        return totals.pop([*self.parameters, *inputs])
+        return totals
 
 
 class _Totals:
