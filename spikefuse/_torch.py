@@ -13,7 +13,7 @@ compares. Times are those of a call with torch 2.13 on one core:
   any (1.3 us), so that spikes are not packed while memory is measured.
 - `_version` (0.06 us) counts changes in place. In public: a hash of the values (25 us for 10,000
   floats on a CPU; it waits for a GPU).
-- `_backward_hooks` (0.05 us) holds the hooks of a tensor. In public: none, and eligibility traces
+- `_backward_hooks` (0.08 us) holds the hooks of a tensor. In public: none, and eligibility traces
   miss what a hook between a layer and its neuron does to gradients, and hooks of parameters are
   called for parts of the gradient of a rule, too.
 - `_dynamo.lookup_backend` returns Inductor as a function of a graph. In public: graphs run eagerly.

@@ -55,8 +55,7 @@ class Variant(NamedTuple):
 
 
 class StateFlow(NamedTuple):
-    """How a state depends on inputs and earlier states of one or more steps, as autograd follows
-    them.
+    """How a state depends on inputs and states of earlier steps, as autograd follows them.
 
     Attributes:
         inputs, states: the indices of inputs and earlier states.
