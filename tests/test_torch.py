@@ -29,6 +29,7 @@ NAMES = [
     "_C._autograd._get_current_graph_task_keep_graph",
     "_C._autograd._top_saved_tensors_default_hooks",
     "Tensor._version",
+    "Tensor._backward_hooks",
     "autograd.Variable._execution_engine.run_backward",
     "autograd.Variable._execution_engine.queue_callback",
     "nn.Module._replicate_for_data_parallel",
@@ -182,6 +183,20 @@ def test_versions(version, dtype: torch.dtype) -> None:
         return
     seen = [version(x), *(version(x) for _ in changed(x))]
     assert len(set(seen)) == 5
+
+
+@pytest.mark.parametrize("hooks", [_torch.backward_hooks, _torch.nothing])
+def test_hooks_of_tensors(hooks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "backward_hooks", hooks)
+    known, x = hooks is not _torch.nothing, torch.ones(3, requires_grad=True)
+    assert not hooks(x)
+    x.register_hook(lambda grad: 2 * grad)
+    assert bool(hooks(x)) is known
+    with _torch.without_hooks([x, torch.ones(3)]):
+        (grad,) = torch.autograd.grad(x.sum(), x)
+    assert grad[0] == (1 if known else 2)
+    x.sum().backward()
+    assert x.grad[0] == 2
 
 
 @pytest.mark.parametrize("version", [_torch.version, _torch.hashed])

@@ -493,5 +493,8 @@ def checked(name: str, surrogate: Surrogate | None) -> Surrogate:
         TypeError: it is something else, such as a class.
     """
     if not isinstance(surrogate, Surrogate | None):
-        raise TypeError(f"{name} is {surrogate!r}: expected a surrogate like Sigmoid(4.0)")
+        raise TypeError(
+            f"{name} is {surrogate!r}: expected a surrogate like Sigmoid(4.0), or for a function "
+            "of your own surrogate.Custom(derivative=...)"
+        )
     return Sigmoid() if surrogate is None else surrogate

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn.utils import skip_init
 
-from spikefuse._torch import version
+from spikefuse._torch import backward_hooks, version
 from spikefuse.scan.program import StateFlow
 
 #: For each state `[R, N, I]`, or `[R, 1, I]` where it is the same for all N neurons; None for 0.
@@ -223,13 +224,24 @@ class Layers:
         other inputs."""
         for output, known, module, values in self.calls:
             is_same = x.data_ptr() == output.data_ptr() and x.numel() == output.numel()
-            if not is_same or version(x) != known:  # changed in place
-                continue
+            if not is_same or version(x) != known or _may_change_gradients(x, output):
+                continue  # changed in place, or on the way back
             y = output.unflatten(0, (len(x), -1))
             in_order = x.is_contiguous() and y.is_contiguous()
             if in_order or (x.shape, x.stride()) == (y.shape, y.stride()):
                 return _sources(place, y, module, values.unflatten(0, (len(x), -1)))
         return []
+
+
+def _may_change_gradients(x: Tensor, output: Tensor) -> bool:
+    """Whether the gradient of `output` may not be that of `x`, which is the same memory."""
+    node = x.grad_fn
+    while node is not None and node is not output.grad_fn:
+        # An autograd.Function, or a backward hook of a module.
+        if isinstance(node, FunctionCtx) and not hasattr(node, "keeps_gradient"):
+            return True
+        node = node.next_functions[0][0]
+    return bool(backward_hooks(output))
 
 
 def _is_source(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from spikefuse import reference
-from spikefuse._torch import version
+from spikefuse._torch import version, without_hooks
 from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, channel_view
 from spikefuse.neurons.online import INPUT, OnlineNeuron, online_neuron, with_gradient_of
 from spikefuse.neurons.per_step import with_inputs
@@ -259,7 +259,8 @@ class Learning(Observer):
             names = [label for label, p in self.net.named_parameters() if id(p) in unknown]
             raise ValueError(
                 f"the parameters {', '.join(names) or 'of the code'} reach neuron '{name}' through "
-                f"other layers than one nn.Linear or convolution directly before it, for which "
+                f"other layers than one nn.Linear or convolution directly before it, or through a "
+                "hook or function that may change gradients, for which "
                 f"rule '{self.rule}' has no traces in parts of a sequence: pass the whole sequence "
                 "without state= and return_state=True, or use rule='sltt'"
             )
@@ -284,6 +285,14 @@ class Learning(Observer):
 
     def backward(self, grads: MaybeTensors) -> MaybeTensors:
         """The gradients of the parameters and of the inputs, given those of `roots`."""
+        with without_hooks(self.parameters):  # which are called for the sums that this returns
+            totals = self._totals(grads)
+        inputs = [self.hidden[i] for i in self.inputs]
+        self.hidden.clear()
+        return totals.pop([*self.parameters, *inputs])
+
+    def _totals(self, grads: MaybeTensors) -> _Totals:
+        """Add up the gradients of all pieces, the last one first."""
         totals, owns_traces = _Totals(), self._owns_traces()
         totals.add(self.roots, grads, _leaves_of(self.roots))
         self.roots = []
@@ -301,9 +310,7 @@ class Learning(Observer):
                     functions, found = source.contributions(trace, by_state)
                 totals.add(functions, found, _leaves_of(functions))
             self.traces_after.update(cut.name, in_place=owns_traces)
-        inputs = [self.hidden[i] for i in self.inputs]
-        self.hidden.clear()
-        return totals.pop([*self.parameters, *inputs])
+        return totals
 
     def _owns_traces(self) -> bool:
         """Whether nothing else needs the traces before the call, neither a state nor a call."""

@@ -128,8 +128,9 @@ class Online(nn.Module):
             see above; `spikefuse.record` with `grad=True` is around a call by a rule other than
             "bptt" and "sltt"; the state is of another rule, or of other learned parameters; with
             `feedback`, the last `nn.Linear` is not the last one to run; in parts, parameters reach
-            a neuron through other layers than one linear layer or convolution, or a rule with
-            traces runs in `torch.inference_mode()`.
+            a neuron through other layers than one linear layer or convolution, or through a hook
+            or function that may change gradients; or a rule with traces runs in
+            `torch.inference_mode()`.
 
     Sources: Meng et al., "Towards Memory- and Time-Efficient Backpropagation for Training Spiking
     Neural Networks", ICCV 2023 ("sltt"); Xiao et al., "Online Training Through Time for Spiking
@@ -259,6 +260,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, matrix: Tensor) -> Tensor:
         ctx.save_for_backward(x, matrix)
+        ctx.keeps_gradient = True  # of y
         return y.view_as(y)
 
     @staticmethod

@@ -55,7 +55,7 @@ class Variant(NamedTuple):
 
 
 class StateFlow(NamedTuple):
-    """How a new state of a step depends on inputs and earlier states, as autograd follows them.
+    """How a state depends on inputs and states of earlier steps, as autograd follows them.
 
     Attributes:
         inputs, states: the indices of inputs and earlier states.
@@ -66,6 +66,13 @@ class StateFlow(NamedTuple):
     inputs: Sequence[int]
     states: Sequence[int]
     is_uniform: bool
+
+    def joined(self, others: Sequence[StateFlow]) -> StateFlow:
+        """Add what the states depend on that this one depends on."""
+        flows = [self, *others]
+        inputs = {i for flow in flows for i in flow.inputs}
+        states = {i for flow in flows for i in flow.states}
+        return StateFlow(sorted(inputs), sorted(states), all(flow.is_uniform for flow in flows))
 
 
 _Maybe = Sequence[Tensor | None]
@@ -213,12 +220,8 @@ class Program:
             states = [i - first for i in reads[len(inputs) :]]
             is_uniform = varying.isdisjoint(alone.select(outputs).used())
             found.append(StateFlow(inputs, states, is_uniform))
-        for _ in found:
-            uniform = [flow.is_uniform for flow in found]
-            found = [
-                f._replace(is_uniform=f.is_uniform and all(uniform[i] for i in f.states))
-                for f in found
-            ]
+        for _ in found:  # what a state depends on through another one, some steps later
+            found = [f.joined([found[i] for i in f.states]) for f in found]
         return found
 
     @cached_property

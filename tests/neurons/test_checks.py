@@ -86,6 +86,7 @@ def test_no_steps(name: str) -> None:
     [
         (lambda: sf.PSN(5, surrogate=sf.surrogate.Arctan), "expected a surrogate like Sigmoid"),
         (lambda: sf.BRF(surrogate=3), "surrogate is 3: expected a surrogate like Sigmoid"),
+        (lambda: sf.LIF(surrogate=torch.sigmoid), r"of your own surrogate.Custom\(derivative="),
         (lambda: sf.decay_from_tau("2"), "tau is '2': expected a number"),
         (lambda: losses.ce_count(X, [0, 1, 2]), "target is a list: expected a tensor"),
         (lambda: metrics.accuracy_by_rate(X, None), "target is a NoneType: expected a tensor"),

@@ -69,10 +69,23 @@ class TwoStates(sf.Neuron):
         return s, (i, h - s)
 
 
+class Cascade(TwoStates):
+    """Inputs and a learned decay that reach the potential one and two steps later."""
+
+    w, u = sf.State(), sf.State()
+
+    def step(self, x, i, v, w, u):
+        h = 0.8 * v + u
+        s = self.surrogate(h - 1.0)
+        return s, (0.5 * i + x, h - s, 0.6 * w + i, self.decay * u + w)
+
+
 def network(name: str) -> sf.Temporal:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    if name == "own":
+    if name == "cascade":
+        layers += [nn.Linear(6, 8), Cascade(), nn.Linear(8, 3)]
+    elif name == "own":
         layers += [nn.Linear(6, 8), TwoStates(), nn.Linear(8, 3), sf.LI(0.9)]
     elif name == "recurrent":
         options = {"bias": True, "heads": 2, "self_connections": False}
@@ -108,6 +121,8 @@ def in_parts(net: sf.Temporal, rule: str, steps: int, impl: str = "reference") -
     [
         ("own", "d-rtrl"),
         ("own", "ottt"),
+        ("cascade", "d-rtrl"),
+        ("cascade", "ottt"),
         ("recurrent", "e-prop"),
         ("recurrent", "sltt"),
         ("convolutions", "ottt"),
@@ -304,3 +319,55 @@ def test_layers_that_compute_something_else_have_no_traces(layer, hook, is_sourc
     else:
         with pytest.raises(ValueError, match=r"net.1.weight, net.1.bias reach neuron 'net.2'"):
             learner(torch.rand(3, 2, 6), return_state=True, impl="reference")
+
+
+class Scaled(torch.autograd.Function):
+    """The identity, with a tenth of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 0.1 * grad
+
+
+def scale_by_function(layer):
+    layer.register_forward_hook(lambda module, args, y: Scaled.apply(y))
+
+
+def scale_by_hook(layer):
+    layer.register_forward_hook(
+        lambda module, args, y: y.register_hook(lambda grad: 0.1 * grad) and None
+    )
+
+
+def scale_by_module_hook(layer):
+    layer.register_full_backward_pre_hook(lambda module, grads: (0.1 * grads[0],))
+
+
+@pytest.mark.parametrize("scale", [scale_by_function, scale_by_hook, scale_by_module_hook])
+def test_gradients_that_change_before_a_layer_have_no_traces(scale):
+    layer = nn.Linear(6, 4)
+    learner = sf.Online(sf.Temporal(nn.Sequential(layer, sf.LIF(0.9))), "ottt")
+    learner(torch.rand(3, 2, 6), return_state=True, impl="reference")
+    scale(layer)
+    with pytest.raises(ValueError, match=r"net.0.weight, net.0.bias reach neuron .* a hook or"):
+        learner(torch.rand(3, 2, 6), return_state=True, impl="reference")
+
+
+@pytest.mark.parametrize("rule", ["ottt", "sltt"])
+def test_hooks_of_parameters_are_called_once(rule):
+    learner = sf.Online(network("recurrent"), rule)
+    parameters, x = [*learner.parameters()], torch.rand(6, 2, 6) * 3
+    learner(x, impl="reference").sum().backward()
+    expected = [3 * p.grad for p in parameters]
+    learner.zero_grad()
+    calls = []
+    for p in parameters:
+        p.register_hook(lambda grad: calls.append(grad) or 3 * grad)
+    learner(x, impl="reference").sum().backward()
+    assert len(calls) == len(parameters)
+    for p, grad in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(p.grad, grad)
