@@ -169,7 +169,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "plasticity": ("plasticity", each(sections.cpu_steps), BENCH),
     "online-time": online("time"),
     "online-cosine": online("cosine", " --batch 16"),
-    "online-memory": online("memory"),
+    "online-memory": online("memory", " --batch 16 --hidden 128"),
     "online-digits": online("digits", " --seeds 0 1 2 --iterations 200"),
     "online-shd": online("shd", " --data shd --seeds 0 1 2 --iterations 1000 --every 50"),
     "online-cues": online("cues", " --seeds 0 1 2"),
