@@ -8,7 +8,7 @@ earlier steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from inspect import isfunction
 from typing import Any, NamedTuple
 
@@ -24,39 +24,6 @@ from spikefuse.scan.program import StateFlow
 Trace = list[Tensor | None]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-class Traces:
-    """The traces of neurons after some steps, of which a backward pass computes some.
-
-    Attributes:
-        found: for each source of parameters, by neuron.
-        pending: compute those that are not in `found` yet, given whether to overwrite the earlier
-            ones.
-        before: the traces before these steps, as long as there may be pending ones.
-        is_read: whether others may hold the tensors.
-    """
-
-    def __init__(self, found: dict[str, list[Trace]] | None = None) -> None:
-        self.found = {} if found is None else found
-        self.pending: dict[str, Callable[[bool], list[Trace]]] = {}
-        self.before: Traces | None = None
-        self.is_read = found is not None
-
-    def update(self, name: str, in_place: bool = False) -> None:
-        """Compute the traces of a neuron if they are pending."""
-        # An error leaves half of the earlier traces overwritten: drop them.
-        compute = (self.pending.pop if in_place else self.pending.get)(name, None)
-        if compute is not None:
-            self.found[name] = compute(in_place)
-            self.pending.pop(name, None)
-
-    def all(self) -> dict[str, list[Trace]]:
-        """Return the traces of all neurons."""
-        for name in [*self.pending]:
-            self.update(name)
-        self.before = None
-        return self.found
 
 
 def differentiate(ends: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[Tensor | None]]:
@@ -113,17 +80,12 @@ class Source(NamedTuple):
         return Source(self.place, values, matrix, None, groups, y.shape[-1])
 
     def updated(
-        self,
-        trace: Trace,
-        derivatives: list[list[Tensor | None]],
-        flow: Sequence[StateFlow],
-        in_place: bool = False,
+        self, trace: Trace, derivatives: list[list[Tensor | None]], flow: Sequence[StateFlow]
     ) -> Trace:
         """Return the trace after some steps, given that before, which is empty at rest.
 
         Args:
             derivatives: from `differentiate`, by inputs and then states.
-            in_place: whether the memory of `trace` may be used.
         """
         found: Trace = []
         for k, (inputs, states, is_uniform) in enumerate(flow):
@@ -133,12 +95,7 @@ class Source(NamedTuple):
                 if before is not None and by_state is not None:
                     rows = self._by_neuron(by_state, 1, is_uniform)[0, ..., None]
                     # In place, since a trace may be the largest tensor.
-                    if total is not None:
-                        total.addcmul_(rows, before)
-                        continue
-                    is_last = in_place and all(i not in later.states for later in flow[k + 1 :])
-                    fits = rows.shape[1] in (1, before.shape[1]) and rows.dtype == before.dtype
-                    total = torch.mul(rows, before, out=before if is_last and fits else None)
+                    total = rows * before if total is None else total.addcmul_(rows, before)
             by_input = derivatives[k][self.place]
             if by_input is not None and self.place in inputs:
                 rows = self._by_neuron(by_input, len(self.values), is_uniform).permute(1, 2, 0)

@@ -7,7 +7,6 @@ neurons. So backward goes through the pieces of the graph one after the other.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,13 +16,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from spikefuse import reference
-from spikefuse._torch import version, without_hooks
+from spikefuse._torch import without_hooks
 from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, channel_view
 from spikefuse.neurons.online import INPUT, OnlineNeuron, online_neuron, with_gradient_of
 from spikefuse.neurons.per_step import with_inputs
 from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.nn.call import Observer, Scan, active
-from spikefuse.nn.eligibility import Layers, Source, Trace, Traces, constant, differentiate
+from spikefuse.nn.eligibility import Layers, Source, Trace, constant, differentiate
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import from_rest, scan_neuron
 from spikefuse.nn.recurrent import Recurrent
@@ -44,7 +43,6 @@ class Cut(NamedTuple):
         results: its outputs.
         outputs: the same without a graph, as later layers read them.
         sources: of its inputs, and their traces before the call.
-        name: of the neuron.
     """
 
     received: list[Tensor]
@@ -53,16 +51,14 @@ class Cut(NamedTuple):
     results: list[Tensor]
     outputs: list[Tensor]
     sources: list[tuple[Source, Trace]]
-    name: str
 
 
 class Learning(Observer):
     """One call of a network that learns.
 
     Attributes:
-        traces: before the call; None for a whole sequence, which needs none.
-        traces_after: after the call.
-        has_backward: whether a backward pass may follow.
+        traces: by neuron, before the call; None for a whole sequence, which needs none.
+        traces_after: the same after the call.
         matrix: that learns in place of the weight of the last linear layer, if any.
         cuts: in the order of the call; backward drops them.
         roots: the outputs of the network with their pieces of the graph.
@@ -76,12 +72,11 @@ class Learning(Observer):
         self,
         net: nn.Module,
         rule: str,
-        traces: Traces | None,
+        traces: dict[str, list[Trace]] | None,
         matrix: Tensor | None = None,
     ) -> None:
-        self.has_backward = torch.is_grad_enabled()
         self.net, self.rule, self.traces, self.matrix = net, rule, traces, matrix
-        self.traces_after = Traces()
+        self.traces_after: dict[str, list[Trace]] = {}
         self.cuts: list[Cut] = []
         self.roots: list[Tensor] = []
         self.hidden: dict[int, Tensor] = {}
@@ -199,49 +194,24 @@ class Learning(Observer):
         results = scan_neuron(definition, Arguments([*leaves[:num], *twins], first), wanted)
         traces = self._traces_before(name, len(sources))
         pairs = [*zip(sources, traces, strict=True)]
-        outputs = [*map(self._hide, results.outputs)]
-        cut = Cut(received, leaves, twins, [*results.outputs], outputs, pairs, name)
-        self.cuts.append(cut)
         if self.layers is not None and wanted.final:
-            self._update(cut, results.finals, flow)
+            derivatives = differentiate(results.finals, leaves)
+            with torch.no_grad(), torch.autocast(received[0].device.type, enabled=False):
+                found = [source.updated(trace, derivatives, flow) for source, trace in pairs]
+            self.traces_after[name] = found
+        outputs = [*map(self._hide, results.outputs)]
+        self.cuts.append(Cut(received, leaves, twins, [*results.outputs], outputs, pairs))
         return results._replace(outputs=outputs)
 
     def _traces_before(self, name: str, number: int) -> list[Trace]:
         """The traces of the sources of a neuron, which are empty at rest."""
-        found = None if self.traces is None else self.traces.all().get(name)
+        found = (self.traces or {}).get(name)
         if found is not None and len(found) != number:
             raise ValueError(
                 f"state has traces for {len(found)} parameters of neuron '{name}', which now learns"
                 f" {number}: start from state=None after parameters are frozen or learn again"
             )
         return [[] for _ in range(number)] if found is None else found
-
-    def _update(self, cut: Cut, finals: Sequence[Tensor], flow: list[StateFlow]) -> None:
-        """Compute the traces of a neuron after the call. Where there are earlier ones, which
-        backward reads, this waits for backward, which can then overwrite them."""
-        name, leaves, pairs, after = cut.name, cut.leaves, cut.sources, self.traces_after
-
-        def versions() -> list[int]:
-            read = [*leaves, *(source.values for source, _ in pairs)]
-            return [version(x) for x in read if not x.is_inference()]
-
-        known = versions()
-
-        def compute(in_place: bool) -> list[Trace]:
-            if versions() != known:
-                raise RuntimeError(
-                    f"an input of neuron '{name}', or of the layer in front of it, was changed in "
-                    "place before its traces were computed: first call backward() on the outputs "
-                    "of each part, or run the part under torch.no_grad(), or pass a copy"
-                )
-            derivatives = differentiate(finals, leaves)
-            with torch.no_grad(), torch.autocast(leaves[0].device.type, enabled=False):
-                return [s.updated(trace, derivatives, flow, in_place) for s, trace in pairs]
-
-        if not (self.has_backward and self.traces is not None and self.traces.found):
-            after.found[name] = compute(False)
-        else:
-            after.found[name], after.pending[name], after.before = [], compute, self.traces
 
     def _check(self, name: str, tensors: list[Tensor], sources: list[Source]) -> None:
         """Raise a ValueError for parameters that reach a neuron past the sources."""
@@ -293,7 +263,7 @@ class Learning(Observer):
 
     def _totals(self, grads: MaybeTensors) -> _Totals:
         """Add up the gradients of all pieces, the last one first."""
-        totals, owns_traces = _Totals(), self._owns_traces()
+        totals = _Totals()
         totals.add(self.roots, grads, _leaves_of(self.roots))
         self.roots = []
         while self.cuts:
@@ -303,24 +273,11 @@ class Learning(Observer):
             parameters, hidden = self._split(_leaves_of(cut.received))
             totals.add(cut.received, through, parameters)
             totals.add(cut.received[: len(instant)], instant, hidden)
-            by_state = through[len(instant) :]
-            del through, instant  # before the update, which is as large
             for source, trace in cut.sources:
                 with torch.enable_grad():
-                    functions, found = source.contributions(trace, by_state)
+                    functions, found = source.contributions(trace, through[len(instant) :])
                 totals.add(functions, found, _leaves_of(functions))
-            self.traces_after.update(cut.name, in_place=owns_traces)
         return totals
-
-    def _owns_traces(self) -> bool:
-        """Whether nothing else needs the traces before the call, neither a state nor a call."""
-        traces, self.traces, self.traces_after.before = self.traces, None, None
-        if traces is None or traces.is_read:
-            return False
-        reference = weakref.ref(traces)
-        del traces
-        self.traces = reference()  # of which another call is told as long as backward runs
-        return self.traces is None
 
 
 class _Totals:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spikefuse.neurons.definition import States
 from spikefuse.nn.call import observing
-from spikefuse.nn.eligibility import Trace, Traces
+from spikefuse.nn.eligibility import Trace
 from spikefuse.nn.learning import Learning
 from spikefuse.nn.nesting import flatten, map_tensors, unflatten
 from spikefuse.nn.over_time import OnSequences
@@ -22,17 +22,8 @@ RULES = ("bptt", "sltt", "ottt", "e-prop", "d-rtrl")
 FEEDBACKS = ("symmetric", "random", "adaptive")
 
 
-class _Carried(NamedTuple):
-    states: dict[str, States]
-    traces: Any
-    rule: str
-
-
-class OnlineState(_Carried):
+class OnlineState(NamedTuple):
     """What an `Online` carries from one part of a sequence to the next.
-
-    The backward pass of the next part overwrites the traces of a state that nothing holds any more;
-    those of a state that is still held, copied or read do not change.
 
     Attributes:
         states: of the neurons, in the form of `Temporal`.
@@ -40,25 +31,9 @@ class OnlineState(_Carried):
         rule: of the `Online`.
     """
 
-    def __new__(cls, states: dict[str, States], traces: Any, rule: str) -> OnlineState:
-        traces = traces if isinstance(traces, Traces) else Traces(traces)
-        return super().__new__(cls, states, traces, rule)
-
-    @property
-    def carried(self) -> Traces:
-        """The traces, for a call that alone reads them."""
-        return tuple.__getitem__(self, 1)
-
-    @property
-    def traces(self) -> dict[str, list[Trace]]:
-        self.carried.is_read = True
-        return self.carried.all()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.states, self.traces, self.rule))
-
-    def __getitem__(self, i: Any) -> Any:
-        return tuple(self)[i]
+    states: dict[str, States]
+    traces: dict[str, list[Trace]]
+    rule: str
 
 
 class Online(nn.Module):
@@ -92,9 +67,7 @@ class Online(nn.Module):
     gradients as the whole sequence if parameters do not change in between. The memory is that of
     one part, and of the traces: `[B, inputs]` for each layer and state where `J` and `dv/dx` are
     the same for all neurons and steps, as for "ottt" of an LIF, else `[B, outputs, inputs]`, at
-    each position of a convolution. A backward pass updates the traces, in place unless the state
-    before the part is still held. Until then, or until the next part if there is none, inputs must
-    not change in place.
+    each position of a convolution.
 
     Example::
 
@@ -184,7 +157,7 @@ class Online(nn.Module):
                 f"state is of rule '{state.rule}', but this Online learns by '{self.rule}': start "
                 "from state=None, or use one rule for all parts of a sequence"
             )
-        states, traces = (None, Traces()) if state is None else (state.states, state.carried)
+        states, traces = (None, {}) if state is None else (state.states, state.traces)
         options = {"state": states, "return_state": return_state, "impl": impl}
         in_parts = return_state or (state is not None and torch.is_grad_enabled())
         has_traces = in_parts and self.rule not in ("bptt", "sltt")

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import spikefuse as sf
-from spikefuse.nn.online import OnlineState
 from tests.grid import on_grid
 
 
@@ -73,121 +69,3 @@ def test_half_precision_has_traces_in_float32():
     ((weight, bias),) = state.traces.values()
     assert [e.dtype for e in (*weight, *bias)] == [torch.float32] * 2
     assert all(p.grad.isfinite().all() for p in net.parameters())
-
-
-def learner_of(neuron: sf.Neuron) -> sf.Online:
-    torch.manual_seed(0)
-    net = sf.Temporal(nn.Sequential(nn.Linear(6, 8), neuron, nn.Linear(8, 2)))
-    return sf.Online(net.double(), "d-rtrl")
-
-
-def part(learner: sf.Online, i: int, state: OnlineState | None) -> tuple[Tensor, OnlineState]:
-    """The outputs and the state of one of three parts."""
-    x = on_grid((6, 2, 6)).double().abs()[2 * i : 2 * i + 2] * 2
-    return learner(x, state=state, return_state=True, impl="reference")
-
-
-def tensors_of(state: OnlineState) -> list[Tensor]:
-    traces = [e for found in state.carried.all().values() for trace in found for e in trace]
-    return [e for e in traces if e is not None]
-
-
-def expected_traces(neuron: sf.Neuron) -> list[Tensor]:
-    """After three parts without backward passes."""
-    state = None
-    with torch.no_grad():
-        for i in range(3):
-            _, state = part(learner_of(neuron), i, state)
-    return tensors_of(state)
-
-
-@pytest.mark.parametrize("neuron", [sf.LIF(0.9), sf.ALIF(0.9)])
-def test_backward_overwrites_traces_that_nobody_holds(neuron):
-    learner, state, places = learner_of(neuron), None, []
-    for i in range(3):
-        y, state = part(learner, i, state)
-        y.sum().backward()
-        places.append({e.data_ptr() for e in tensors_of(state)})
-    assert places[1] & places[2]
-    for a, b in zip(tensors_of(state), expected_traces(neuron), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("held", ["state", "copy", "tensors", "tuple", "call"])
-def test_backward_leaves_traces_that_others_hold(held):
-    def gradients(learner: sf.Online, state: OnlineState) -> list[Tensor]:
-        learner.zero_grad()
-        y, _ = part(learner, 2, state)
-        y.sum().backward()
-        return [p.grad for p in learner.parameters()]
-
-    def two_parts(learner: sf.Online) -> OnlineState:
-        learner.zero_grad()
-        state = None
-        for i in range(2):
-            y, state = part(learner, i, state)
-            y.sum().backward()
-        return state
-
-    learner = learner_of(sf.LIF(0.9))
-    expected, state = gradients(learner, two_parts(learner)), two_parts(learner)
-    before = [e.clone() for e in tensors_of(state)]
-    other = {
-        "state": lambda: state,
-        "copy": lambda: copy.copy(state),
-        "tensors": lambda: OnlineState(state.states, state.traces, "d-rtrl"),
-        "tuple": lambda: OnlineState(*state),
-        "call": lambda: part(learner, 2, state)[0].sum(),
-    }[held]()
-    learner.zero_grad()
-    y, state = part(learner, 2, state)
-    y.sum().backward()
-    if held == "call":
-        learner.zero_grad()
-        other.backward()
-        found = [p.grad for p in learner.parameters()]
-    else:
-        for a, b in zip(tensors_of(other), before, strict=True):
-            assert torch.equal(a, b)
-        found = gradients(learner, other)
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_state_of_a_call_that_another_overtakes():
-    learner, expected = learner_of(sf.LIF(0.9)), expected_traces(sf.LIF(0.9))
-    y, state = part(learner, 0, None)
-    y.sum().backward()
-    y, state = part(learner, 1, state)
-    y.sum().backward()
-    y, other = part(learner, 2, state)  # whose graph is dropped
-    y, state = part(learner, 2, state)
-    y.sum().backward()
-    for found in (tensors_of(state), tensors_of(other)):
-        for a, b in zip(found, expected, strict=True):
-            assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_copies_before_backward_have_traces(copied):
-    learner, expected = learner_of(sf.LIF(0.9)), expected_traces(sf.LIF(0.9))
-    state = None
-    for i in range(3):
-        y, state = part(learner, i, state)
-        twin = copied(state)
-        y.sum().backward()
-    for found in (tensors_of(twin), tensors_of(state)):
-        for a, b in zip(found, expected, strict=True):
-            assert torch.equal(a, b)
-    assert twin.traces.keys() == {"net.1"}
-
-
-def test_inputs_that_change_before_traces_are_computed():
-    learner, x, state = learner_of(sf.LIF(0.9)), torch.rand(2, 2, 6).double(), None
-    options = {"return_state": True, "impl": "reference"}
-    _, state = learner(x, **options)
-    _, state = learner(x, state=state, **options)
-    x.mul_(2)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"an input of neuron 'net.1', .* first call back"):
-            learner(x, state=state, **options)
