@@ -316,13 +316,13 @@ backward_hooks: Callable[[Tensor], Any] = (
 @contextlib.contextmanager
 def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Leave out the hooks of tensors in a `with` block."""
-    found = [(hooks, dict(hooks)) for hooks in map(backward_hooks, tensors) if hooks]
-    for hooks, _ in found:
+    saved = [(hooks, dict(hooks)) for hooks in map(backward_hooks, tensors) if hooks]
+    for hooks, _ in saved:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, before in found:
+        for hooks, before in saved:
             hooks.update(before)
 
 

@@ -99,8 +99,8 @@ def _given(config: TrainConfig, reason: str, *names: str) -> Iterator[str]:
     for name in names:
         value, default = getattr(config, name), defaults[name]
         if value and value != default:
-            found = value if isinstance(default, str) else "given"
-            yield f"{name} is {found}, but {reason}: remove it"
+            shown = value if isinstance(default, str) else "given"
+            yield f"{name} is {shown}, but {reason}: remove it"
 
 
 def _event_model_conflicts(config: TrainConfig) -> Iterator[str]:
