@@ -167,6 +167,11 @@ def train_all(
     return runner.write_rows(args, rows(), given, left_out, plots.accuracy)
 
 
+def size_of(net: nn.Module) -> int:
+    """Return the number of parameters."""
+    return sum(p.numel() for p in net.parameters())
+
+
 class Run:
     """The training of one network: its state, and a step that a CUDA graph can hold."""
 
@@ -247,11 +252,6 @@ class Run:
     def measure(self) -> Record:
         """Return the times of the parts of a step."""
         return {}
-
-    @property
-    def size(self) -> int:
-        """The number of parameters."""
-        return sum(p.numel() for p in self.net.parameters())
 
     @torch.no_grad()
     def rate(self) -> float | None:

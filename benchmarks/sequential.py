@@ -209,7 +209,7 @@ class SequenceRun(accuracy.Run):
     def train(self) -> runner.Record:
         accuracy.narrow_delays(self.net, 2 * len(self.rows) / self.args.epochs)
         row = super().train()
-        found = {"parameters": self.size, "spikes": self.rate()}
+        found = {"parameters": accuracy.size_of(self.net), "spikes": self.rate()}
         return row | {"order": self.args.order} | found
 
 

@@ -46,6 +46,7 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from benchmarks import accuracy, layers, runner
+from benchmarks.accuracy import size_of
 from benchmarks.layers import DTYPES
 from benchmarks.runner import GRAPH
 from spikefuse.data import Frames, split
@@ -144,10 +145,6 @@ def with_delays(build: Callable[[list[int]], nn.Sequential], hidden: list[int]) 
         width = [n - 1 for n in width]
 
 
-def size_of(net: nn.Module) -> int:
-    return sum(p.numel() for p in net.parameters())
-
-
 class Loop(nn.Module):
     """A layer of snnTorch's neurons in a loop over time, in place of one of ours.
 
@@ -214,7 +211,7 @@ class DigitsRun(accuracy.Run):
         if self.name == SNNTORCH:
             self.step = self._step  # without a graph
         accuracy.narrow_delays(self.net, 4 * len(self.rows) / self.args.epochs)
-        return super().train() | {"parameters": self.size, "spikes": self.rate()}
+        return super().train() | {"parameters": size_of(self.net), "spikes": self.rate()}
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def _read_sums_in_place(graph: fx.Graph) -> None:
 
 
 def _read_sizes_above(graph: fx.Graph) -> None:
-    """Let what reads the size of a norm read that of its input, which is the same."""
+    """Read sizes of a norm from its input, which has the same shape."""
     for node in graph.find_nodes(op="call_method", target="size"):
         norm, *dim = node.args
         if norm.target is F.batch_norm:

@@ -136,7 +136,7 @@ def changes_something(node: fx.Node) -> bool:
     target, name = node.target, name_of(node)
     if target in _IN_PLACE_OPERATORS or name in _IN_PLACE_METHODS or _MODES.fullmatch(name):
         return True
-    if is_operator(node):  # whose names may end as those of changes in place, such as `not_`
+    if is_operator(node):  # `not_` ends like a change in place
         return False
     if target == "add_" and _is_counter(node.args[0]):
         return False

@@ -191,7 +191,7 @@ class Layers:
 
 
 def _may_change_gradients(x: Tensor, output: Tensor) -> bool:
-    """Whether the gradient of `output` may not be that of `x`, which is the same memory."""
+    """Whether something between `output` and `x`, a view of it, may change the gradient."""
     node = x.grad_fn
     while node is not None and node is not output.grad_fn:
         # An autograd.Function, or a backward hook of a module.
