@@ -184,7 +184,7 @@ def memories(args: argparse.Namespace) -> Cases:
         net(x).sum().backward()
 
     def in_parts(rule: str, x: Tensor) -> None:
-        learner, state = sf.Online(net, rule), None
+        learner, state = sf.Online(net, rule, in_place=True), None
         for now in x.split(part):
             y, state = learner(now, state=state, return_state=True)
             y.sum().backward()

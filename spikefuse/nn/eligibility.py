@@ -80,12 +80,17 @@ class Source(NamedTuple):
         return Source(self.place, values, matrix, None, groups, y.shape[-1])
 
     def updated(
-        self, trace: Trace, derivatives: list[list[Tensor | None]], flow: Sequence[StateFlow]
+        self,
+        trace: Trace,
+        derivatives: list[list[Tensor | None]],
+        flow: Sequence[StateFlow],
+        in_place: bool,
     ) -> Trace:
         """Return the trace after some steps, given that before, which is empty at rest.
 
         Args:
             derivatives: from `differentiate`, by inputs and then states.
+            in_place: whether to overwrite `trace` where no other state needs its tensors.
         """
         found: Trace = []
         for k, (inputs, states, is_uniform) in enumerate(flow):
@@ -95,7 +100,12 @@ class Source(NamedTuple):
                 if before is not None and by_state is not None:
                     rows = self._by_neuron(by_state, 1, is_uniform)[0, ..., None]
                     # In place, since a trace may be the largest tensor.
-                    total = rows * before if total is None else total.addcmul_(rows, before)
+                    if total is not None:
+                        total.addcmul_(rows, before)
+                        continue
+                    is_last = in_place and all(i not in later.states for later in flow[k + 1 :])
+                    fits = rows.shape[1] in (1, before.shape[1]) and rows.dtype == before.dtype
+                    total = torch.mul(rows, before, out=before if is_last and fits else None)
             by_input = derivatives[k][self.place]
             if by_input is not None and self.place in inputs:
                 rows = self._by_neuron(by_input, len(self.values), is_uniform).permute(1, 2, 0)

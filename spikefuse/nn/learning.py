@@ -7,7 +7,7 @@ neurons. So backward goes through the pieces of the graph one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from spikefuse import reference
-from spikefuse._torch import without_hooks
+from spikefuse._torch import version, without_hooks
 from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, channel_view
 from spikefuse.neurons.online import INPUT, OnlineNeuron, online_neuron, with_gradient_of
 from spikefuse.neurons.per_step import with_inputs
@@ -43,6 +43,8 @@ class Cut(NamedTuple):
         results: its outputs.
         outputs: the same without a graph, as later layers read them.
         sources: of its inputs, and their traces before the call.
+        versions: of these traces.
+        update: overwrites them by those after the call.
     """
 
     received: list[Tensor]
@@ -51,6 +53,8 @@ class Cut(NamedTuple):
     results: list[Tensor]
     outputs: list[Tensor]
     sources: list[tuple[Source, Trace]]
+    versions: list[int]
+    update: Callable[[], None] | None
 
 
 class Learning(Observer):
@@ -58,7 +62,9 @@ class Learning(Observer):
 
     Attributes:
         traces: by neuron, before the call; None for a whole sequence, which needs none.
-        traces_after: the same after the call.
+        traces_after: the same after the call; those of `pending` are `traces` until backward.
+        in_place: whether backward overwrites `traces`.
+        pending: the neurons whose traces backward has yet to update.
         matrix: that learns in place of the weight of the last linear layer, if any.
         cuts: in the order of the call; backward drops them.
         roots: the outputs of the network with their pieces of the graph.
@@ -74,8 +80,10 @@ class Learning(Observer):
         rule: str,
         traces: dict[str, list[Trace]] | None,
         matrix: Tensor | None = None,
+        in_place: bool = False,
     ) -> None:
         self.net, self.rule, self.traces, self.matrix = net, rule, traces, matrix
+        self.in_place, self.pending = in_place, set[str]()
         self.traces_after: dict[str, list[Trace]] = {}
         self.cuts: list[Cut] = []
         self.roots: list[Tensor] = []
@@ -194,14 +202,37 @@ class Learning(Observer):
         results = scan_neuron(definition, Arguments([*leaves[:num], *twins], first), wanted)
         traces = self._traces_before(name, len(sources))
         pairs = [*zip(sources, traces, strict=True)]
+        update = None
         if self.layers is not None and wanted.final:
-            derivatives = differentiate(results.finals, leaves)
-            with torch.no_grad(), torch.autocast(received[0].device.type, enabled=False):
-                found = [source.updated(trace, derivatives, flow) for source, trace in pairs]
-            self.traces_after[name] = found
+            update = partial(self._update, name, pairs, results.finals, leaves, flow)
+            if self.in_place and any(traces):
+                self.traces_after[name] = traces
+                self.pending.add(name)
+            else:
+                update(in_place=False)
+                update = None
         outputs = [*map(self._hide, results.outputs)]
-        self.cuts.append(Cut(received, leaves, twins, [*results.outputs], outputs, pairs))
+        cut = Cut(
+            received, leaves, twins, [*results.outputs], outputs, pairs, _versions(pairs), update
+        )
+        self.cuts.append(cut)
         return results._replace(outputs=outputs)
+
+    def _update(
+        self,
+        name: str,
+        sources: list[tuple[Source, Trace]],
+        finals: Sequence[Tensor],
+        leaves: list[Tensor],
+        flow: list[StateFlow],
+        in_place: bool = True,
+    ) -> None:
+        """Compute the traces of a neuron after the call."""
+        derivatives = differentiate(finals, leaves)
+        with torch.no_grad(), torch.autocast(leaves[0].device.type, enabled=False):
+            found = [s.updated(trace, derivatives, flow, in_place) for s, trace in sources]
+        self.traces_after[name] = found
+        self.pending.discard(name)
 
     def _traces_before(self, name: str, number: int) -> list[Trace]:
         """The traces of the sources of a neuron, which are empty at rest."""
@@ -273,11 +304,25 @@ class Learning(Observer):
             parameters, hidden = self._split(_leaves_of(cut.received))
             totals.add(cut.received, through, parameters)
             totals.add(cut.received[: len(instant)], instant, hidden)
+            if _versions(cut.sources) != cut.versions:
+                raise RuntimeError(
+                    "the traces of the state that a call of Online has received were overwritten "
+                    "before its backward pass: call backward() on its outputs before that of "
+                    "another call with this state, or use in_place=False"
+                )
             for source, trace in cut.sources:
                 with torch.enable_grad():
                     functions, found = source.contributions(trace, through[len(instant) :])
                 totals.add(functions, found, _leaves_of(functions))
+            del through, instant  # before the update, which is as large
+            if cut.update is not None:
+                cut.update()
         return totals
+
+
+def _versions(sources: list[tuple[Source, Trace]]) -> list[int]:
+    """How often the traces of sources were changed in place."""
+    return [version(e) for _, trace in sources for e in trace if e is not None]
 
 
 class _Totals:

@@ -29,11 +29,14 @@ class OnlineState(NamedTuple):
         states: of the neurons, in the form of `Temporal`.
         traces: the eligibility traces by neuron, for each source of parameters and each state.
         rule: of the `Online`.
+        pending: the neurons whose traces are not those after the part: a backward pass has yet to
+            update them, or another call has taken them; see `in_place`.
     """
 
     states: dict[str, States]
     traces: dict[str, list[Trace]]
     rule: str
+    pending: set[str]
 
 
 class Online(nn.Module):
@@ -88,6 +91,9 @@ class Online(nn.Module):
             its weight; "random", by a fixed random matrix; "adaptive", by a matrix that receives
             the gradient of the weight, and so approaches it if the optimizer has weight decay. The
             layer must be the last one of its kind to run.
+        in_place: let `backward()` overwrite the traces of the state that a call has received, so
+            that there is one copy of them. Then backward must run on the outputs of each part
+            before the next one, except under `torch.no_grad()`, and a state serves one call.
 
     Call: as of `Temporal`.
 
@@ -96,6 +102,7 @@ class Online(nn.Module):
         return_state: also return the state after these steps, an `OnlineState`.
 
     Raises:
+        RuntimeError: with `in_place`, the traces of the state are not those after its part.
         TypeError, ValueError: an argument is not as described; the network has a layer that sees
             all time steps, an `EventLinear` or a `Block`, or a neuron that the rule cannot change,
             see above; `spikefuse.record` with `grad=True` is around a call by a rule other than
@@ -113,7 +120,9 @@ class Online(nn.Module):
     Communications 17, 2026 ("d-rtrl").
     """
 
-    def __init__(self, net: Temporal, rule: str, feedback: str = "symmetric") -> None:
+    def __init__(
+        self, net: Temporal, rule: str, feedback: str = "symmetric", in_place: bool = False
+    ) -> None:
         super().__init__()
         if not isinstance(net, Temporal):
             raise TypeError(f"net is a {type(net).__name__}: expected a Temporal")
@@ -132,7 +141,7 @@ class Online(nn.Module):
                 raise ValueError(f"{layer} runs its neuron itself: use nn.Linear and the neuron")
         if net.passing is not None:
             raise ValueError("the time of the network is sharded: use a copy that is not")
-        self.net, self.rule, self.feedback = net, rule, feedback
+        self.net, self.rule, self.feedback, self.in_place = net, rule, feedback, in_place
         if feedback != "symmetric":
             matrix = torch.empty_like(_last_linear(net).weight)
             nn.init.kaiming_uniform_(matrix, a=5**0.5)  # as nn.Linear's
@@ -140,7 +149,7 @@ class Online(nn.Module):
             self.matrix = nn.Parameter(matrix, requires_grad=feedback == "adaptive")
 
     def extra_repr(self) -> str:
-        return f"rule={self.rule!r}, feedback={self.feedback!r}"
+        return f"rule={self.rule!r}, feedback={self.feedback!r}, in_place={self.in_place}"
 
     def forward(
         self,
@@ -158,6 +167,7 @@ class Online(nn.Module):
                 "from state=None, or use one rule for all parts of a sequence"
             )
         states, traces = (None, {}) if state is None else (state.states, state.traces)
+        pending: set[str] = set()
         options = {"state": states, "return_state": return_state, "impl": impl}
         in_parts = return_state or (state is not None and torch.is_grad_enabled())
         has_traces = in_parts and self.rule not in ("bptt", "sltt")
@@ -166,19 +176,30 @@ class Online(nn.Module):
                 f"rule '{self.rule}' differentiates neurons for the traces that return_state=True "
                 "returns, which torch.inference_mode() prevents: use torch.no_grad()"
             )
+        if has_traces and state is not None and state.pending:
+            raise RuntimeError(
+                f"the traces of neuron '{min(state.pending)}' in state are not those after its "
+                "part: with in_place=True, call backward() on the outputs of each part before the "
+                "next one, and pass the state that the last call has returned; or use "
+                "in_place=False"
+            )
         with self._broadcast():
             if self.rule == "bptt" or not (torch.is_grad_enabled() or has_traces):
                 found = self.net(*inputs, **options, **kwargs)
             else:
                 matrix = self.matrix if self.feedback == "adaptive" else None
-                learning = Learning(self.net, self.rule, traces if has_traces else None, matrix)
+                in_place = self.in_place and torch.is_grad_enabled()
+                before = traces if has_traces else None
+                learning = Learning(self.net, self.rule, before, matrix, in_place)
                 found = call_untraced(self._learn, learning, inputs, kwargs, options)
-                traces = learning.traces_after
+                traces, pending = learning.traces_after, learning.pending
         if not return_state:
             return found
         y, states = found
         detached = {name: tuple(s.detach() for s in own) for name, own in states.items()}
-        return y, OnlineState(detached, traces, self.rule)
+        if state is not None:
+            state.pending.update(pending)  # its traces are those of the new state from here on
+        return y, OnlineState(detached, traces, self.rule, pending)
 
     def _learn(self, learning: Learning, inputs: Any, kwargs: Any, options: dict[str, Any]) -> Any:
         args, kwargs = map_tensors(learning.leaf, (inputs, kwargs))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import spikefuse as sf
+from spikefuse.nn.online import OnlineState
 from tests.grid import on_grid
 
 
@@ -69,3 +72,99 @@ def test_half_precision_has_traces_in_float32():
     ((weight, bias),) = state.traces.values()
     assert [e.dtype for e in (*weight, *bias)] == [torch.float32] * 2
     assert all(p.grad.isfinite().all() for p in net.parameters())
+
+
+def learner_in_place(neuron: sf.Neuron, in_place: bool = True) -> sf.Online:
+    torch.manual_seed(0)
+    net = sf.Temporal(nn.Sequential(nn.Linear(6, 8), neuron, nn.Linear(8, 2)))
+    return sf.Online(net.double(), "d-rtrl", in_place=in_place)
+
+
+def run_part(learner: sf.Online, i: int, state: OnlineState | None) -> tuple[Tensor, OnlineState]:
+    """The outputs and the state of one of three parts."""
+    x = on_grid((6, 2, 6)).double().abs()[2 * i : 2 * i + 2] * 2
+    return learner(x, state=state, return_state=True, impl="reference")
+
+
+def tensors_of(state: OnlineState) -> list[Tensor]:
+    found = [e for traces in state.traces.values() for trace in traces for e in trace]
+    return [e for e in found if e is not None]
+
+
+class Coupled(sf.Neuron):
+    """Each of two states depends on both before."""
+
+    v, w = sf.State(), sf.State()
+
+    def step(self, x, v, w):
+        v_next, w_next = 0.75 * v - 0.25 * w + x, 0.5 * w + 0.125 * v * v
+        return v_next, (v_next, w_next)
+
+
+@pytest.mark.parametrize("neuron", [sf.LIF(0.9), sf.ALIF(0.9), Coupled()])
+def test_traces_in_place(neuron):
+    def run(in_place: bool) -> tuple[list[Tensor], list[set[int]]]:
+        learner, state, places = learner_in_place(neuron, in_place), None, []
+        for i in range(3):
+            with torch.set_grad_enabled(i != 2):
+                y, state = run_part(learner, i, state)
+            if i != 2:
+                y.sum().backward()
+            places.append({e.data_ptr() for e in tensors_of(state)})
+        learner(on_grid((2, 2, 6)).double(), state=state, impl="reference").sum().backward()
+        return [*(p.grad for p in learner.parameters()), *tensors_of(state)], places
+
+    found, places = run(True)
+    for a, b in zip(found, run(False)[0], strict=True):
+        assert torch.equal(a, b)
+    assert places[0] & places[1]
+
+
+def after_one_part() -> tuple[sf.Online, OnlineState]:
+    learner = learner_in_place(sf.LIF(0.9))
+    y, state = run_part(learner, 0, None)
+    y.sum().backward()
+    return learner, state
+
+
+def fail(grad: Tensor) -> Tensor:
+    raise OSError("as a test wants")
+
+
+def test_traces_that_are_not_those_after_a_part():
+    learner, first = after_one_part()
+    y, second = run_part(learner, 1, first)
+    early = copy.deepcopy(second)
+    for state in (first, second):
+        with pytest.raises(RuntimeError, match=r"traces of neuron 'net.1' .* call backward\(\)"):
+            run_part(learner, 2, state)
+    y.sum().backward()
+    for state in (first, early):
+        with pytest.raises(RuntimeError, match=r"traces of neuron 'net\.1'"):
+            run_part(learner, 2, state)
+    run_part(learner, 2, second)[0].sum().backward()
+
+
+def test_backward_that_fails_leaves_no_old_traces():
+    learner, first = after_one_part()
+    y, second = run_part(learner, 1, first)
+    y.register_hook(fail)
+    with pytest.raises(OSError, match="as a test wants"):
+        y.sum().backward()
+    with pytest.raises(RuntimeError, match=r"traces of neuron 'net\.1'"):
+        run_part(learner, 2, second)
+
+
+def test_calls_that_fail_leave_the_state():
+    learner, state = after_one_part()
+    with pytest.raises(RuntimeError, match="shapes"):
+        learner(torch.ones(2, 2, 5).double(), state=state, return_state=True)
+    run_part(learner, 1, state)
+
+
+def test_backward_after_another_has_overwritten_the_traces():
+    learner, state = after_one_part()
+    late = learner(torch.ones(2, 2, 6).double(), state=state, impl="reference")
+    run_part(learner, 1, state)[0].sum().backward()
+    with pytest.raises(RuntimeError, match="overwritten before its backward pass"):
+        late.sum().backward()
