@@ -145,20 +145,17 @@ def norm_statistics(
 def with_scales(norms: Sequence[Norm]) -> list[Norm]:
     """Norms with running statistics and one eps, with their scales, and all vectors in float32."""
     names = "variance", "weight", "mean", "bias"
-    variances, weights, means, biases = ([getattr(n, name) for n in norms] for name in names)
-    inverse = inverse_deviation(torch.cat(variances), norms[0].eps)
-    scales = (inverse * torch.cat(weights)).split([len(x) for x in variances])
-    means, biases = _in_float32(means), _in_float32(biases)
+    fields = [[getattr(norm, name) for norm in norms] for name in names]
+    known = [x for field in fields for x in field if x is not None]
+    # One conversion of all vectors: launches take longer than what they compute.
+    flat = torch.cat(known).to(torch.float32)
+    parts = iter(flat.split([len(x) for x in known]))
+    _, _, means, biases = ([x if x is None else next(parts) for x in field] for field in fields)
+    sizes = [len(x) for x in fields[0]]
+    variances, weights = flat[: 2 * sum(sizes)].chunk(2)
+    scales = (inverse_deviation(variances, norms[0].eps) * weights).split(sizes)
     vectors = zip(norms, scales, means, biases, strict=True)
     return [norm._replace(scale=s, mean=mean, bias=bias) for norm, s, mean, bias in vectors]
-
-
-def _in_float32(vectors: list[Tensor | None]) -> list[Tensor | None]:
-    half = [x for x in vectors if x is not None and x.dtype != torch.float32]
-    if not half:
-        return vectors
-    converted = iter(torch.cat(half).to(torch.float32).split([len(x) for x in half]))
-    return [x if x is None or x.dtype == torch.float32 else next(converted) for x in vectors]
 
 
 def run_block(
