@@ -94,6 +94,8 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS),
                         metavar="GROUP", help="groups of models (all)")  # fmt: skip
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS),
+                        metavar="MODEL", help="neurons of the groups (all)")  # fmt: skip
     parser.add_argument("--T", type=int, nargs="+", help="of models (all) and steps (1 2 ... 1024)")
     parser.add_argument("--N", type=int, help="neurons of steps (1,000,000)")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES),
@@ -192,8 +194,8 @@ def model_cases(args: argparse.Namespace) -> Cases:
     timing, device = Timing.of(args, COPY_BYTES), torch.device(args.device)
     for group, model, shape, dtypes in plan:
         for dtype in dtypes:
-            wanted = group in args.groups and shape[0] in (args.T or [shape[0]])
-            if wanted and dtype in args.dtype:
+            wanted = group in args.groups and model in args.models and dtype in args.dtype
+            if wanted and shape[0] in (args.T or [shape[0]]):
                 chosen = small(shape) if args.quick else shape
                 title = f"{group}: {model}, {list(chosen)}, {dtype}"
                 yield title, partial(measure_model, timing, device, group, model, chosen, dtype)
