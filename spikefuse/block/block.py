@@ -15,6 +15,7 @@ from spikefuse.block.definition import Kind, with_batch_norm
 from spikefuse.block.functional import (
     Norm,
     compile_ahead,
+    eps_of_step,
     norm_statistics,
     reserve_counters,
     run_block,
@@ -136,6 +137,8 @@ def scan(
     inputs, states, *_, passing = arguments
     backend, passing = backend_of(inputs, wanted.impl), state_passing_of(norms[0], passing)
     kind = Kind(len(inputs) > 1, by_batch(norms[0]), len(norms) > 1)
+    if not kind.by_batch:
+        kind = kind._replace(eps=eps_of_step(backend, [(n.weight, n.bias, n.eps) for n in norms]))
     alone = kind.by_batch and (passing is None or passing.statistics is None)
     check_inputs(neuron, NAMES[: len(inputs)], inputs, states, backend)
     check_norms(norms, neuron, inputs[0], backend, alone)
@@ -176,7 +179,7 @@ def scan(
 def _prepare(
     neuron: Neuron,
     device: torch.device,
-    kind: tuple[bool, ...],  # torch.compile takes no named tuples as constants
+    kind: tuple[Any, ...],  # torch.compile takes no named tuples as constants
     backend: str,
     outputs: tuple[str, ...],
     _: Kinds,

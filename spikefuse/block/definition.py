@@ -15,6 +15,9 @@ from spikefuse.neurons.definition import Neuron, cached_class, call_step
 NORM_VALUES = ("mean", "scale", "shift")
 #: Those of the residual's norm, if it has one. Its shift is added to `shift`.
 RESIDUAL_VALUES = ("residual_mean", "residual_scale")
+#: In place of these, where a step computes the scales; with "residual_" before each for the second
+#: norm.
+RUNNING_VALUES = ("mean", "variance", "weight", "shift")
 #: The scales of both norms.
 SCALES = (NORM_VALUES[1], RESIDUAL_VALUES[1])
 #: The values that only the gradients of the inputs read: for each norm, an offset and a slope.
@@ -34,6 +37,7 @@ class Kind(NamedTuple):
             dtype of the inputs.
         has_factor: whether an input after these multiplies the normalized first one.
         only_shifts: whether the norm is no more than its shift, as the bias of a convolution is.
+        eps: of each norm, where a step computes their scales; see `functional.eps_of_step`.
     """
 
     has_residual: bool = False
@@ -42,6 +46,7 @@ class Kind(NamedTuple):
     returns_sum: bool = False
     has_factor: bool = False
     only_shifts: bool = False
+    eps: tuple[float, ...] = ()
 
 
 class _AddStatisticsGradient(torch.autograd.Function):
@@ -67,12 +72,16 @@ class NormedNeuron(Neuron):
     mean: Tensor
     scale: Tensor
     shift: Tensor
+    residual_shift: Tensor
     kind: Kind
 
     def normalized_step(self, *args: Tensor) -> Any:
         num = 1 + self.kind.has_residual
         (x, *residuals), rest = args[:num], [*args[num:]]
-        u = self._scaled(x) + self.shift
+        shift = self.shift
+        if len(self.kind.eps) > 1:
+            shift = shift + self.residual_shift
+        u = self._scaled(x) + shift
         if self.kind.has_factor:
             factor, *rest = rest
             u = u * factor
@@ -86,7 +95,12 @@ class NormedNeuron(Neuron):
     def _scaled(self, x: Tensor, prefix: str = "") -> Tensor:
         if self.kind.only_shifts:
             return x
-        mean, scale = getattr(self, prefix + "mean"), getattr(self, prefix + "scale")
+        mean = getattr(self, prefix + "mean")
+        if self.kind.eps:
+            variance = getattr(self, prefix + "variance") + self.kind.eps[bool(prefix)]
+            scale = torch.sqrt(variance).reciprocal() * getattr(self, prefix + "weight")
+        else:
+            scale = getattr(self, prefix + "scale")
         if self.kind.by_batch:
             offset, slope = getattr(self, prefix + "offset"), getattr(self, prefix + "slope")
             x = _AddStatisticsGradient.apply(x, mean, offset, slope)
@@ -113,6 +127,9 @@ def value_names(kind: Kind) -> tuple[str, ...]:
     """The run-time values of the norm, or of both norms, in the order in which blocks pass them."""
     if kind.only_shifts:
         return NORM_VALUES[-1:]
+    if kind.eps:
+        more = tuple(f"residual_{name}" for name in RUNNING_VALUES)
+        return RUNNING_VALUES + more * kind.normalizes_residual
     values = NORM_VALUES + RESIDUAL_VALUES * kind.normalizes_residual
     corrections = CORRECTION + RESIDUAL_CORRECTION * kind.normalizes_residual
     return values + corrections * kind.by_batch

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spikefuse.block.batch_norm import Affine
 from spikefuse.block.program import traits
 from spikefuse.block.training import BlockCall
 from spikefuse.kernels.norm import merge_statistics, statistics
@@ -48,7 +49,6 @@ class Norm(NamedTuple):
     Attributes:
         statistics: of the batch.
         mean, variance: the running statistics, in evaluation; None if the norm only shifts.
-        scale: `weight / sqrt(variance + eps)`, if it is known.
     """
 
     weight: Tensor | None
@@ -57,7 +57,6 @@ class Norm(NamedTuple):
     statistics: Statistics | None = None
     mean: Tensor | None = None
     variance: Tensor | None = None
-    scale: Tensor | None = None
 
 
 def norm_statistics(
@@ -107,9 +106,14 @@ def run_block(
         arguments: inputs `[T, B, C, ...]`, and the parameters of the neuron that the program reads.
         norms: of the first input, and perhaps of the residual.
     """
-    (by_batch, rebuilds, order), shift = traits(program), shift_of(norms, arguments.inputs[0])
+    by_batch, computes_scales, rebuilds, order = traits(program)
     inputs, states, own, _, scalars, passing = arguments
     wanted = wanted._replace(save=wanted.save or not rebuilds)
+    if computes_scales:
+        vectors = [x for n in norms for x in (n.mean, n.variance, n.weight, n.bias)]
+        params = [x for i in order if (x := [*vectors, *own][i]) is not None]
+        return op.run(program, Arguments(inputs, states, params, (), scalars, passing), wanted)
+    shift = shift_of(norms, inputs[0])
     if not by_batch:
         maps = [value for norm in norms for value in _mean_and_scale(norm)]
         values = *maps[:2], shift, *maps[2:], *own
@@ -144,15 +148,23 @@ def _mean_and_scale(norm: Norm) -> tuple[()] | tuple[Tensor, Tensor]:
         return ()
     if torch.is_grad_enabled():  # backward may follow a call in training, which updates the mean
         mean = mean.clone()
-    if norm.scale is not None:
-        return mean, norm.scale
-    scale = inverse_deviation(variance, norm.eps)
+    # Rounded as in training; `rsqrt` is an approximation on a GPU.
+    scale = torch.sqrt(variance.to(torch.float32) + norm.eps).reciprocal()
     return mean, scale if norm.weight is None else scale * norm.weight
 
 
-def inverse_deviation(variance: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(variance + eps), rounded as in training; `rsqrt` is an approximation on a GPU."""
-    return torch.sqrt(variance.to(torch.float32) + eps).reciprocal()
+def eps_of_step(backend: str, norms: Sequence[Affine]) -> tuple[float, ...]:
+    """`Kind.eps` of norms with running statistics: of all if a step computes the scales.
+
+    On a GPU, each operation on one value per channel is a launch, which takes longer than a step of
+    a small network. Gradients of the scales are sums over neurons, so with gradients the scales
+    are computed outside.
+    """
+    if backend != "triton" or torch.is_grad_enabled():
+        return ()
+    if any(weight is None or bias is None for weight, bias, _ in norms):
+        return ()
+    return tuple(eps for *_, eps in norms)
 
 
 def reserve_counters(backend: str, device: torch.device) -> None:

@@ -87,11 +87,11 @@ def block_program(name: str) -> BlockProgram:
 
 # For torch.compile, see `spikefuse.scan.program.sizes_of`.
 @constant_result
-def traits(name: str) -> tuple[bool, bool, tuple[int, ...]]:
-    """Of a block's program: whether its norms use the statistics of the batch, whether backward can
-    do without saved states, and `BlockProgram.order`."""
+def traits(name: str) -> tuple[bool, bool, bool, tuple[int, ...]]:
+    """Of a block's program: whether its norms use the statistics of the batch, whether it computes
+    their scales, whether backward can do without saved states, and `BlockProgram.order`."""
     made = block_program(name)
-    return made.kind.by_batch, made.program.rebuilds, made.order
+    return made.kind.by_batch, bool(made.kind.eps), made.program.rebuilds, made.order
 
 
 def prepare_block(

@@ -19,7 +19,6 @@ from spikefuse.graph.nodes import mark_synchronized, synchronized, write_known_s
 from spikefuse.graph.operations import ScanNode
 from spikefuse.graph.recorded import buffers_of, recorded
 from spikefuse.graph.report import GraphReport
-from spikefuse.graph.scales import compute_scales_together
 
 Graph = Callable[..., Any]
 
@@ -56,7 +55,6 @@ def compile_graph(
     if mode == "inductor" and chunks is None and alone:
         report.graphs += 1
         apply_passes(gm, report)
-        compute_scales_together(gm.graph)
         inline_steps(gm.graph)
         gm.recompile()
         return noted(inductor(gm, example_inputs), report)
@@ -85,7 +83,6 @@ def executable(gm: fx.GraphModule, report: GraphReport, chunks: int | None) -> f
     recompute_checkpoints(gm)
     if chunks is not None:  # between whose segments only tensors and numbers may be alive
         return checkpointed(gm, chunks)
-    compute_scales_together(gm.graph)
     gm.recompile()
     return gm
 

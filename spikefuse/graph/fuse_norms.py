@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from spikefuse.block.definition import Kind
-from spikefuse.block.functional import Norm, reserve_counters
+from spikefuse.block.functional import Norm, eps_of_step, reserve_counters
 from spikefuse.block.program import prepare_block
 from spikefuse.graph import operations
 from spikefuse.graph.nodes import (
@@ -32,6 +32,7 @@ from spikefuse.graph.nodes import (
     dim_after,
     has_one_reader,
     have_one_module,
+    is_mode,
     is_view,
     name_of,
     replay,
@@ -395,6 +396,9 @@ def _replace(graph: fx.Graph, match: Match) -> None:
         only_shifts=only_shifts,
     )
     alone, norms = program(scan.program), list[Any]()
+    if not (training or only_shifts or any(map(is_mode, graph.nodes))):
+        affine = [(a["weight"], a["bias"], a["eps"]) for a in settings]
+        kind = kind._replace(eps=eps_of_step(alone.backend, affine))
     made = prepare_block(alone.definition, alone.backend, kind)
     reserve_counters(alone.backend, value(scan.inputs[0]).device)
     for summand, a in zip(match.norms, settings, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from spikefuse import reference
 from spikefuse.block import batch_norm as batch_norms
 from spikefuse.block import functional
-from spikefuse.block.functional import Norm, Statistics, inverse_deviation
+from spikefuse.block.functional import Norm, Statistics
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.graph.nodes import arguments_of
 from spikefuse.kernels.running import Running
@@ -140,22 +140,6 @@ def norm_statistics(
     x, passing = x.detach().unsqueeze(0).expand(repeats, *x.shape), _passing(synchronized)
     collectives = None if passing is None else passing.statistics
     return functional.norm_statistics(x, weight, eps, running, backend, collectives)
-
-
-def with_scales(norms: Sequence[Norm]) -> list[Norm]:
-    """Norms with running statistics and one eps, with their scales, and all vectors in float32."""
-    names = "variance", "weight", "mean", "bias"
-    fields = [[getattr(norm, name) for norm in norms] for name in names]
-    known = [x for field in fields for x in field if x is not None]
-    # One conversion of all vectors: launches take longer than what they compute.
-    flat = torch.cat(known).to(torch.float32)
-    parts = iter(flat.split([len(x) for x in known]))
-    _, _, means, biases = ([x if x is None else next(parts) for x in field] for field in fields)
-    sizes = [len(x) for x in fields[0]]
-    variances, weights = flat[: 2 * sum(sizes)].chunk(2)
-    scales = (inverse_deviation(variances, norms[0].eps) * weights).split(sizes)
-    vectors = zip(norms, scales, means, biases, strict=True)
-    return [norm._replace(scale=s, mean=mean, bias=bias) for norm, s, mean, bias in vectors]
 
 
 def run_block(

@@ -234,6 +234,24 @@ def test_a_norm_of_a_residual_that_needs_no_gradient(constant, backends):
             torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num", [1, 2])
+def test_scales_that_a_step_computes(num, dtype, backends):
+    """Without gradients, kernels on a GPU compute the scales of norms in evaluation."""
+    block = (make_block, lambda device: TwoNorms(device))[num - 1](device=backends.device).eval()
+    for i, norm in enumerate(norms_of(block)):
+        norm.to(dtype).eps = 0.125 + i
+        norm.running_mean.copy_(make_input((6,), seed=i))
+        norm.running_var.copy_(make_input((6,), seed=i + 2).abs() + 0.25)
+        norm.bias.data.copy_(make_input((6,), seed=i + 4))
+    inputs = make_inputs(5, num, dtype, backends.device)
+    for impl in backends.impls:
+        with torch.no_grad():
+            found = block(*inputs, impl=impl)
+        assert torch.equal(found, block(*inputs, impl=impl))
+        assert 0.02 < found.float().mean() < 0.98
+
+
 class WithPotential(nn.Module):
     """A block that also gives the neuron's potential."""
 

@@ -1,18 +1,21 @@
-"""The scales of norms with running statistics, which one operation computes."""
+"""The scales of norms with running statistics, which kernels on a GPU compute without gradients."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
-from spikefuse.block.functional import Norm
-from spikefuse.graph import checkpoint, fuse_norms, operations, scales
+from spikefuse.block import functional
+from spikefuse.block.program import traits
+from spikefuse.graph import checkpoint, fuse_norms
+from tests.conftest import Backends
 
 
 class Deep(nn.Module):
@@ -63,60 +66,59 @@ def other_eps(net: Deep, x: Tensor) -> Tensor:
     return chain(net, x)
 
 
-# How many scales each call computes together: two without gradients, then two with them, whose
-# graphs have modes if they switch them.
+# Of the four blocks, those that compute their scales without gradients.
 CASES = {
-    "chain": (chain, [4, 4, 4, 4]),
-    "frozen start": (frozen_start, [4, 4]),
-    "changed": (changed, [3, 3]),
-    "other eps": (other_eps, [3, 3, 3, 3]),
+    "chain": (chain, 4),
+    "frozen start": (frozen_start, 4),
+    "changed": (changed, 4),
+    "other eps": (other_eps, 4),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, compute = list[int](), operations.with_scales
+def test_results(name: str, backends: Backends, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, run = list[bool](), functional.run_block
 
-    def counted(norms: list[Norm]) -> list[Norm]:
-        counts.append(len(norms))
-        return compute(norms)
+    def noted(program: str, *args: Any) -> Any:
+        found.append(traits(program)[1])
+        return run(program, *args)
 
-    monkeypatch.setattr(operations, "with_scales", counted)
+    monkeypatch.setattr(functional, "run_block", noted)
     torch.manual_seed(0)
     forward, together = CASES[name]
-    net = sf.Temporal(Deep(forward))
-    fused, x = sf.fuse(copy.deepcopy(net)), torch.randn(4, 8, 3)
+    net = sf.Temporal(Deep(forward)).to(backends.device)
+    fused, x = sf.fuse(copy.deepcopy(net), "eager"), torch.randn(4, 8, 3, device=backends.device)
+    impl = backends.impls[-1]
     for with_gradients in (False, True):
         for call in range(2):
-            with torch.set_grad_enabled(with_gradients), torch.no_grad():
+            with torch.no_grad():
                 for m in (net, fused):  # a change between calls is seen
                     m.net.parts[1][1].running_var.add_(call)
+            found.clear()
             with torch.set_grad_enabled(with_gradients):
-                expected, actual = net(x), fused(x)
+                expected, actual = net(x, impl=impl), fused(x, impl=impl)
             assert torch.equal(actual, expected)
+            is_computed = impl == "triton" and not with_gradients
+            assert (len(found), sum(found)) == (4, together * is_computed)
     expected.sum().backward()
     actual.sum().backward()
     for a, b in zip(fused.parameters(), net.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None)
         if b.grad is not None:
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
-    assert counts == together
-    assert len(fused.fusion.fused) == 4
 
 
 @torch.no_grad()
-def test_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Vectors are converted before they are computed with, together as each alone."""
+def test_half_precision(backends: Backends) -> None:
+    """Vectors are converted before they are computed with."""
     torch.manual_seed(0)
-    net, x = sf.Temporal(Deep(chain)).bfloat16(), torch.randn(4, 8, 3).bfloat16()
-    together = sf.fuse(copy.deepcopy(net))(x)
-    monkeypatch.setattr(scales, "MIN_NORMS", 9)
-    assert torch.equal(together, sf.fuse(copy.deepcopy(net))(x))
-    norm = net.net.parts[1][1]
+    # Triton's interpreter does not round to the nearest value in half precision.
+    norm, impl = Deep(chain).parts[1][1].to(backends.device).bfloat16(), backends.impls[0]
     plain = sf.Temporal(nn.Sequential(norm, sf.LI(0.5)))
-    x = torch.randn(4, 50, 6).bfloat16()
+    x = torch.randn(4, 50, 6, device=backends.device).bfloat16()
     truth = sf.Temporal(copy.deepcopy(plain.net).double())(x.double(), impl="reference")
-    actual, expected = (float((y(x) - truth).abs().mean()) for y in (sf.fuse(plain), plain))
+    results = sf.fuse(plain, "eager")(x, impl=impl), plain(x, impl=impl)
+    actual, expected = (float((y - truth).abs().mean()) for y in results)
     assert actual < expected
 
 
