@@ -170,8 +170,8 @@ def population(
         width: standard deviation, in the unit of `x`; None for the distance between centers.
 
     Returns:
-        Activities in (0, 1], `[B, ..., F * P]` in the dtype of `x`, or in PyTorch's default dtype
-        for whole numbers.
+        Activities in [0, 1], `[B, ..., F * P]` in the dtype of `x`, or in PyTorch's default dtype
+        for whole numbers. They are 0 for values far outside `low` to `high`.
 
     Raises:
         TypeError, ValueError: `x` is not a tensor of real numbers, or has no dimensions;

@@ -13,7 +13,7 @@ from spikefuse.nn.call import TemporalCall, active, inside
 from spikefuse.nn.checkpoint import called_inside
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.over_time import OnSequences
-from spikefuse.nn.temporal import layers_with_states
+from spikefuse.nn.temporal import Temporal, layers_with_states
 from spikefuse.scan.checks import call_untraced
 
 #: The last outputs, and the states by name.
@@ -73,6 +73,11 @@ class Loop(OnSequences):
     def __init__(self, body: nn.Module, *shapes: Sequence[int]) -> None:
         super().__init__()
         check_module("body", body)
+        if any(isinstance(m, Temporal) for m in body.modules()):
+            raise ValueError(
+                "body contains a Temporal, which reads time, but a body is called for one step: "
+                "put the layers of the Temporal in its place"
+            )
         if not shapes:
             raise ValueError("shapes is empty: pass the shape of each output of body, without B")
         for shape in shapes:

@@ -3,7 +3,8 @@
 Outputs are `[T, B, N]`: T steps, B samples and N neurons, one per class unless stated otherwise;
 targets are class indices `[B]`, integers, or class probabilities `[B, N]`, such as those that
 `data.mixup` and `data.cutmix` return. With probabilities p, the desired value of a neuron is
-`p correct + (1 - p) incorrect`. Each loss is a scalar, a mean over the batch, and computed in
+`p correct + (1 - p) incorrect`. Cross-entropies leave out samples of class -100, as those of
+PyTorch do. Each loss is a scalar, a mean over the batch, and computed in
 float32, or in float64 for outputs in float64. For class weights or other reductions, call
 `torch.nn.functional.cross_entropy` on the same arguments.
 
@@ -22,6 +23,9 @@ from torch import Tensor
 from spikefuse.neurons.checks import check_tensor, integer
 from spikefuse.nn import readouts
 from spikefuse.nn.readouts import Lengths
+
+#: The class of samples that PyTorch's cross-entropy leaves out.
+IGNORED = -100
 
 
 def ce_count(spikes: Tensor, target: Tensor, lengths: Lengths = None) -> Tensor:
@@ -73,7 +77,11 @@ def ce_rate(
     losses = F.cross_entropy(x.flatten(0, 1), labels, reduction="none").view(x.shape[:2])
     if weight != 0:
         losses = (1 - weight) * losses + weight * (x - level).square().mean(2)
-    return readouts.mean(losses, lengths).mean()
+    losses = readouts.mean(losses, lengths)
+    if target.ndim > 1:
+        return losses.mean()
+    is_counted = target != IGNORED
+    return losses.where(is_counted, 0).sum() / is_counted.sum()
 
 
 def ce_max_membrane(v: Tensor, target: Tensor, lengths: Lengths = None) -> Tensor:

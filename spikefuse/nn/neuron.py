@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from functools import partial, reduce
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from spikefuse import neurons, reference
 from spikefuse._torch import constant_result
-from spikefuse.neurons.checks import check_tensor
+from spikefuse.neurons.checks import check_tensor, is_plain
 from spikefuse.neurons.definition import Neuron, States, ValuePerStep, first_states, with_outputs
 from spikefuse.neurons.per_step import per_step_values, with_inputs
 from spikefuse.nn.call import Scan, active, mark_binary, wants_bits
@@ -76,10 +77,18 @@ def call_neuron(neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted
 
 
 def _may_be_batch(neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted) -> bool:
-    """Whether a neuron, called by itself, may read the batch `[B, F]` of a network as `[T, B]`."""
+    """Whether a neuron, called by itself, may read the batch `[B, ...]` of a network as time: it is
+    `[B, F]`, or comes from a convolution or a norm, after which sequences need another shape."""
     x = arguments.inputs[0] if arguments.inputs else None
-    is_trained = isinstance(x, Tensor) and x.ndim == 2 and not x.is_leaf and neuron.training
-    return is_trained and torch.is_grad_enabled() and arguments.states is None and not wanted.final
+    if not (isinstance(x, Tensor) and neuron.training and torch.is_grad_enabled()):
+        return False
+    if x.is_leaf or arguments.states is not None or wanted.final:
+        return False
+    node = x.grad_fn if is_plain((x,)) else None
+    return x.ndim == 2 or (node is not None and _LAYERS.match(node.name()) is not None)
+
+
+_LAYERS = re.compile("Convolution|(Native|Cudnn|Miopen)BatchNorm")
 
 
 #: Warnings of this process.
@@ -92,10 +101,10 @@ def _warn_batch() -> None:
     if "batch" in warned:
         return
     warnings.warn(
-        "a neuron outside of Temporal reads dim 0 of its 2-dim input as time: if that is a batch "
-        "[B, F], its samples are mixed. Wrap the network, net = spikefuse.Temporal(net), and call "
-        "it on [T, B, F], for static data on spikefuse.nn.encode.direct(x, num_steps). If it is "
-        "the time of one sample, use x.unsqueeze(1)",
+        "a neuron outside of Temporal reads dim 0 of its input as time: if that is a batch "
+        "[B, ...], its samples are mixed. Wrap the network, net = spikefuse.Temporal(net), and "
+        "call it on [T, B, ...], for static data on spikefuse.nn.encode.direct(x, num_steps). If "
+        "it is the time of one sample, use x.unsqueeze(1)",
         stacklevel=6,
     )
     warned.add("batch")

@@ -254,6 +254,39 @@ def test_neurons_with_feedback_through_a_module_are_counted() -> None:
     assert found["net.body"].accumulates == pytest.approx(spikes[:-1].sum().item() * 12 / B)
 
 
+class Reading(nn.Module):
+    """One step of a layer that reads its last spikes."""
+
+    def __init__(self, layer: sf.nn.Feedback) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12, bias=False)
+        self.body, self.neuron = layer.body, layer.neuron
+
+    def forward(self, x: Tensor, last: Tensor) -> Tensor:
+        return self.neuron(self.first(x) + self.body(last))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_loops_are_counted_as_the_same_layers_without_one(alone: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = (
+        sf.nn.Feedback(nn.Linear(12, 12, bias=False), sf.LIF(0.75, 0.5)),
+        torch.rand(T, B, 12),
+    )
+    body = Reading(layer)
+    loop = sf.Loop(body, (12,))
+    net = nn.Sequential(body.first, layer)
+    with torch.no_grad():
+        found = rows(sf.report(loop if alone else sf.Temporal(loop), [x]))
+        expected = rows(sf.report(sf.Temporal(net), [x]))
+    prefix = "body." if alone else "net.body."
+    for name, other in (("first", "net.0"), ("body", "net.1.body")):
+        row = found[prefix + name]
+        assert row.ann == expected[other].ann == 144
+        assert row.accumulates == pytest.approx(expected[other].accumulates)
+        assert row.multiplies == pytest.approx(expected[other].multiplies)
+
+
 class OwnProduct(nn.Module):
     """Computes a product of spikes and a weight by a function of its own."""
 

@@ -187,3 +187,9 @@ def test_wrong_arguments():
     assert "x [3, 6] and its last outputs [[3, 7], [3, 4]]" in caught.value.__notes__[0]
     with pytest.raises(TypeError, match="state is a Tensor: expected one of an earlier call"):
         loop(torch.rand(2, 3, 6), torch.rand(3, 6))
+
+
+def test_a_temporal_in_the_body_would_read_the_batch_as_time():
+    body = nn.Sequential(nn.Linear(4, 4), sf.Temporal(sf.LIF()))
+    with pytest.raises(ValueError, match=r"body contains a Temporal"):
+        sf.Loop(body, (4,))

@@ -221,3 +221,11 @@ def test_whole_numbers(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(CLASSES[name](spikes().to(dtype), TARGET.to(dtype)), expected)
     with pytest.raises(TypeError, match=r"target is torch\.bool: expected .* class indices"):
         CLASSES[name](spikes(), TARGET.bool())
+
+
+@pytest.mark.parametrize("name", ["ce_count", "ce_rate", "ce_max_membrane", "ce_temporal"])
+def test_samples_without_a_class_are_left_out(name: str) -> None:
+    torch.manual_seed(0)
+    x, target = (torch.rand(5, 3, 4) > 0.5).float(), torch.tensor([1, -100, 2])
+    function = getattr(losses, name)
+    torch.testing.assert_close(function(x, target), function(x[:, ::2], target[::2]))

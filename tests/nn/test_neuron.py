@@ -414,9 +414,17 @@ def forgetful() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), sf.LIF(), nn.Linear(5, 2))
 
 
-def test_a_network_without_temporal_warns_once(monkeypatch):
+def forgetful_of_images(norm: bool) -> nn.Module:
+    layers = [nn.Conv2d(3, 4, 1), *[nn.BatchNorm2d(4)] * norm, sf.LIF(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(16, 2))
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution", "norm"])
+def test_a_network_without_temporal_warns_once(kind, monkeypatch):
     monkeypatch.setattr(calls, "warned", set())
     net, x = forgetful(), torch.rand(4, 3)
+    if kind != "linear":
+        net, x = forgetful_of_images(kind == "norm"), torch.rand(4, 3, 2, 2)
     with pytest.warns(UserWarning, match=r"read.* dim 0 .* as time.*net = spikefuse.Temporal"):
         net(x)
     net(x)
@@ -434,6 +442,9 @@ def test_calls_on_sequences_do_not_warn(monkeypatch):
     net, x, step = forgetful(), torch.rand(4, 1, 3), torch.rand(4, 3)
     net(x)
     sf.Temporal(net)(x)
+    sf.Temporal(forgetful_of_images(True))(torch.rand(4, 2, 3, 2, 2))
+    y = nn.Conv2d(3, 4, 1)(torch.rand(8, 3, 2, 2))
+    sf.LIF()(y.unflatten(0, (4, 2)))
     sf.Stream(net)(step)
     net.eval()(step)
     with torch.no_grad():
