@@ -12,7 +12,7 @@ import torch
 from spikefuse.data.files import DataError, Files, class_files, damaged, read_bytes
 from spikefuse.data.images import draw
 
-# Names of the folders of each part; a dataset without them is split.
+# Names of the folders of each part, in any case; a dataset without them is split.
 PARTS = (("train", "training"), ("val", "valid", "validation"), ("test", "testing"))
 TEST_FRACTION = 0.2
 # Tables of labels with their delimiter, and the folder of their files; and the most bytes of one.
@@ -25,9 +25,9 @@ def list_files(
 ) -> tuple[tuple[str, ...], tuple[Files, ...]]:
     """List the files of a folder by part and class.
 
-    The folder holds a folder `train`, and `val`, `test` or both; without these, a fifth of each
-    class is drawn for the test. In each, files are in one folder per class, at any depth, or named
-    by the table `labels.csv`, with the columns file and label.
+    The folder holds a folder `train`, and `val`, `test` or both, each by a name of `PARTS`; without
+    these, a fifth of each class, rounded, is drawn for the test. In each, files are in one folder
+    per class, at any depth, or named by the table `labels.csv`, with the columns file and label.
 
     Args:
         folder: of the dataset.
@@ -39,16 +39,25 @@ def list_files(
         (training, validation, test).
 
     Raises:
-        DataError: the folder is missing, has fewer than two classes or a class without files, a
-            table is damaged, or the parts differ in classes.
+        DataError: the folder is missing, has fewer than two classes or a class without files, has
+            `train` beside folders that are no parts, a table is damaged, or the parts differ in
+            classes.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder: expected one with a folder per class")
     names = _subfolders(folder)
-    places = [folder / name for part in PARTS for name in part if name in names]
-    if len(places) < len(names) or not places:  # folders of other names are classes
-        places = [folder]
-    elif places[0].name not in PARTS[0]:
+    found = [[name for name in names if name.lower() in part] for part in PARTS]
+    places = [folder / part[0] for part in found if part]
+    beside = ", ".join(name for name in names if folder / name not in places)
+    if not places or (beside and (not found[0] or (folder / TABLES[0][0]).is_file())):
+        places = [folder]  # folders of other names are classes
+    elif beside:
+        parts_found = ", ".join(place.name for place in places)
+        raise DataError(
+            f"{folder} has {beside} beside {parts_found}: move {beside} elsewhere, or rename "
+            f"{parts_found} if these are classes, too"
+        )
+    elif not found[0]:
         raise DataError(f"{folder} has {places[0].name}, but no folder train: add it")
     classes, *parts = _list(places[0], endings, None)
     if len(classes) < 2:

@@ -227,12 +227,40 @@ def test_a_folder_of_ones_own_is_split_by_seed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("parts", "sizes"),
-    [(("training", "test"), [6, 6]), (("train", "valid", "test"), [6, 6, 6]), (("train",), [5, 1])],
+    [
+        (("training", "test"), [6, 6]),
+        (("Testing", "Training"), [6, 6]),
+        (("TEST", "Train", "val"), [6, 6, 6]),
+        (("train", "valid", "test"), [6, 6, 6]),
+        (("train",), [5, 1]),
+    ],
 )
 def test_folders_of_parts(tmp_path: Path, parts: tuple[str, ...], sizes: list[int]) -> None:
     write_photos(tmp_path, 2, parts)
     loaded = data.load("folder", tmp_path, size=8)
     assert [len(part) for part in loaded] == sizes
+
+
+@pytest.mark.parametrize(
+    ("parts", "what"),
+    [
+        (("train", "test", "pred"), r"has pred beside train, test: move pred elsewhere, or rename"),
+        (("Train", "train"), r"has train beside Train: move"),
+    ],
+)
+def test_other_folders_beside_parts(tmp_path: Path, parts: tuple[str, ...], what: str) -> None:
+    write_photos(tmp_path, 2, parts)
+    with pytest.raises(data.DataError, match=what):
+        data.image_folder(tmp_path)
+    rows = [f"{path.relative_to(tmp_path)},{path.parent.name}" for path in tmp_path.glob("*/*/*")]
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    assert data.image_folder(tmp_path).classes == ("cat", "dog", "fox")
+
+
+def test_a_class_may_be_called_test(tmp_path: Path) -> None:
+    write_photos(tmp_path, 5)
+    (tmp_path / "fox").rename(tmp_path / "Test")
+    assert data.image_folder(tmp_path).classes == ("Test", "cat", "dog")
 
 
 def test_grey_images_of_a_folder(tmp_path: Path) -> None:
