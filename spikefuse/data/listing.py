@@ -106,15 +106,20 @@ def _subfolders(folder: Path) -> list[str]:
 def _read_table(
     path: Path, delimiter: str, folder: Path, known: Sequence[str] | None
 ) -> dict[Path, str]:
-    """Return the class of each file; rows have a file, its class, and perhaps further columns."""
+    """Return the class of each file, in columns that the first row may name; else the first two."""
     text = read_bytes(path, TABLE_BYTES).decode("utf-8-sig", "replace")
     labels: dict[Path, str] = {}
+    columns = 0, 1
     try:
         for number, row in enumerate(csv.reader(text.splitlines(), delimiter=delimiter), 1):
-            name, label = (*row, "", "")[:2]
-            if number == 1 and name == "file":
+            cells, at = [cell.strip() for cell in row], f"{path}, line {number}"
+            if number == 1 and "file" in cells:
+                if "label" not in cells:
+                    raise DataError(f"{at}: expected a column label among {', '.join(cells)}")
+                columns = cells.index("file"), cells.index("label")
                 continue
-            file, at = folder / name, f"{path}, line {number}"
+            name, label = (cells[i] if i < len(cells) else "" for i in columns)
+            file = folder / name
             if ".." in file.parts or not file.is_relative_to(folder) or not file.is_file():
                 hint = ", or name the columns file and label" if number == 1 else ""
                 raise DataError(f"{at}: {name!r} is not a file in {folder}: correct it{hint}")

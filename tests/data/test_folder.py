@@ -284,6 +284,29 @@ def test_labels_in_a_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("header", "row"),
+    [
+        (["file,camera,label"], "{0},left,{1}"),
+        (["label, file, camera"], "{1}, {0}"),
+        ([], "{0}, {1} ,left"),
+    ],
+)
+def test_columns_of_a_table(tmp_path: Path, header: list[str], row: str) -> None:
+    write_photos(tmp_path, 5)
+    paths = tmp_path.glob("*/*")
+    rows = [row.format(path.relative_to(tmp_path), path.parent.name) for path in paths]
+    (tmp_path / "labels.csv").write_text("\n".join([*header, *rows]))
+    assert data.image_folder(tmp_path, size=8).classes == ("cat", "dog", "fox")
+
+
+def test_a_table_without_labels(tmp_path: Path) -> None:
+    write_photos(tmp_path, 1)
+    (tmp_path / "labels.csv").write_text("file,breed\ncat/0.png,a\ndog/0.png,b\n")
+    with pytest.raises(data.DataError, match=r"line 1: expected a column label among file, breed"):
+        data.image_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("row", "what"),
     [
         ("cat/no.png,the cat", r"'cat/no\.png' is not a file in .*: correct it"),
