@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -151,7 +152,9 @@ def published(name: str, page: str, unpacked: str, directory: Path, **options: A
     Raises:
         DataError: a folder is missing, the annotations are damaged, or as for `image_folder`.
     """
-    return image_folder(find_folder(name, ("train", "val"), directory, page, unpacked), **options)
+    folder = find_folder(name, ("train", "val"), directory, page, unpacked)
+    with warnings.catch_warnings(action="ignore"):  # of tables of boxes beside the images
+        return image_folder(folder, **options)
 
 
 imagenet = partial(published, "imagenet", PAGE, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -42,6 +43,9 @@ def list_files(
         DataError: the folder is missing, has fewer than two classes or a class without files, has
             `train` beside folders that are no parts, a table is damaged, or the parts differ in
             classes.
+
+    Warns:
+        UserWarning: files in folders of classes have other endings.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder: expected one with a folder per class")
@@ -70,6 +74,10 @@ def list_files(
                 "folders"
             )
         parts.append(part)
+    if unread := [path for part in parts for path in part.others]:
+        what = f"skipped {len(unread):,} of the files in {folder}, such as {unread[0]}"
+        read = ", ".join(sorted(endings))
+        warnings.warn(f"{what}: only those that end in {read} are read", stacklevel=3)
     if len(parts) == 1:
         test = draw(torch.from_numpy(parts[0].labels), TEST_FRACTION, seed).numpy()
         if not test.any():

@@ -120,11 +120,24 @@ def test_images_of_all_formats_that_are_read_are_found(tmp_path: Path) -> None:
 def test_hidden_files_and_folders_are_left_out(tmp_path: Path) -> None:
     """Such as copies that Jupyter makes, and files of macOS."""
     write_photos(tmp_path, 5)
-    for hidden in (".ipynb_checkpoints/0-checkpoint.png", "more/.copies/0.png", "._0.png"):
+    copies = ".ipynb_checkpoints/0-checkpoint.png", "more/.copies/0.png", "._0.png"
+    for hidden in (*copies, ".DS_Store", "Thumbs.db", "desktop.ini"):
         (tmp_path / "cat" / hidden).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cat" / hidden).write_bytes(b"")
     train, test = data.load(data.image_folder(tmp_path, size=8))
     assert len(train.pixels) + len(test.pixels) == 3 * 5
+
+
+def test_files_of_other_endings_are_said(tmp_path: Path) -> None:
+    write_photos(tmp_path, 2, ("train", "test"))
+    for name in ("train/cat/a.heic", "train/dog/b.heic", "test/fox/more/c"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    what = r"skipped 3 of .*, such as .*cat/a\.heic: only those that end in \.bmp, .*, \.webp are"
+    with pytest.warns(UserWarning, match=what) as warned:
+        parts = data.load(data.image_folder(tmp_path, size=8))
+    assert [len(part) for part in parts] == [6, 6]
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 def test_a_split_stays_on_disk(tmp_path: Path) -> None:
