@@ -58,7 +58,9 @@ def read_events(path: Path, sensor: str | None = None, size: int | None = None) 
             f"{path} has an event at column {x.max():g} or row {y.max():g}, outside of the sensor "
             f"{sensor}: give the size of the camera"
         )
-    whole = make_recording((x, y, p, t - t.min()), (2, height, width), path)
+    written_by_camera = path.suffix.lower() in (".aedat", ".bin", *FAERY)
+    error = damaged if written_by_camera else _unsuitable
+    whole = make_recording((x, y, p, t - t.min()), (2, height, width), path, error)
     return whole if size is None else _scaled(whole, size)
 
 
@@ -183,6 +185,11 @@ def _read_hdf5(path: Path) -> Columns:
     return _checked(path, read_isolated(path, "event_columns.py", "h5py"))
 
 
+def _unsuitable(path: Path, what: str) -> DataError:
+    """Return the error for a file that a user has written, of which there is no intact copy."""
+    return DataError(f"{path} cannot be read ({what}): correct it, or remove it")
+
+
 def _read_csv(path: Path) -> Columns:
     try:
         with opened(path) as file:
@@ -192,12 +199,13 @@ def _read_csv(path: Path) -> Columns:
                 table = np.loadtxt(file, delimiter=",", ndmin=2)
         if table.shape[1] != len(names):
             found = f"{table.shape[1]} columns, of which the first line names {len(names)}"
-            raise damaged(path, found)
+            raise ValueError(found)
         return _checked(path, columns(dict(zip(names, table.T, strict=True))))
     except DataError:
         raise
     except ValueError as error:
-        raise damaged(path, f"not a table of events: {error}") from error
+        wanted = "expected columns x, y, p and t, named in the first line, with commas between"
+        raise _unsuitable(path, f"{error}; {wanted}") from error
 
 
 OTHERS: Mapping[str, Callable[[Path], Columns]] = {

@@ -23,6 +23,7 @@ from spikefuse import isolated
 ENVIRONMENT = "SPIKEFUSE_DATA"
 CHUNK = 1 << 20
 CGROUP = Path("/sys/fs/cgroup")  # of this process, in a container
+HIDDEN = {"thumbs.db", "desktop.ini"}  # of Windows; other systems' names begin with a dot
 # Where a format sets no limit, a file decompresses to at most 1 GiB; the largest published one has
 # 47 MB.
 MAX_DECOMPRESSED = 1 << 30
@@ -161,10 +162,12 @@ class Files:
     Args:
         paths: one per example.
         labels: int64 `[N]`.
+        others: files beside them that have other endings.
     """
 
     paths: tuple[Path, ...]
     labels: np.ndarray
+    others: tuple[Path, ...] = ()
 
     def rows(self, chosen: np.ndarray) -> Files:
         """Return the files for which `chosen`, bool `[N]`, is True, or at these positions."""
@@ -186,27 +189,31 @@ def class_files(folder: Path, classes: Sequence[str], endings: Collection[str], 
     """
     files: list[Path] = []
     labels: list[int] = []
+    others: list[Path] = []
     for label, name in enumerate(classes):
-        own = files_below(folder / name, endings)
+        found = files_below(folder / name)
+        own = [path for path in found if path.suffix.lower() in endings]
         if not own:
             raise DataError(f"no {' or '.join(sorted(endings))} file in {folder / name}: {how}")
         files += own
         labels += [label] * len(own)
-    return Files(tuple(files), np.array(labels))
+        others += [path for path in found if path.suffix.lower() not in endings]
+    return Files(tuple(files), np.array(labels), tuple(others))
 
 
-def files_below(folder: Path, endings: Collection[str]) -> list[Path]:
-    """List the files below a folder by name, without what programs hide by a dot in front.
+def files_below(folder: Path, endings: Collection[str] | None = None) -> list[Path]:
+    """List the files below a folder by name, without those that programs hide.
 
     Args:
         folder: of the files.
-        endings: suffixes of the files, in lower case.
+        endings: suffixes of the files, in lower case; None for all.
     """
     files: list[Path] = []
     for place, inner, names in os.walk(folder):
         inner[:] = [name for name in inner if name[0] != "."]
-        paths = [Path(place, name) for name in names if name[0] != "."]
-        files += [path for path in paths if path.suffix.lower() in endings]
+        shown = (name for name in names if name[0] != "." and name.lower() not in HIDDEN)
+        paths = [Path(place, name) for name in shown]
+        files += [path for path in paths if endings is None or path.suffix.lower() in endings]
     return sorted(files)
 
 

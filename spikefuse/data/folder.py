@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -103,9 +104,10 @@ def image_folder(
         training, test = sf.data.load(photos)
 
     The folder holds one folder per class, or `train` with `val`, `test` or both, which hold one
-    each. Without these, a fifth of each class, drawn by `seed`, is for the test; without `test`,
-    `val` is. In place of folders per class, `labels.csv` may have rows `file,label`, the first of
-    which names these columns. Images are decoded when they are indexed.
+    each. Without these, a fifth of each class, rounded, is drawn by `seed` for the test; without
+    `test`, `val` is. In place of folders per class, `labels.csv` may have columns file and label,
+    which its first row names. Images are decoded when they are indexed. Transparency is dropped,
+    and 16 bits per channel are divided by 256, also where only 12 are used.
 
     Args:
         path: of the folder.
@@ -120,7 +122,11 @@ def image_folder(
 
     Raises:
         DataError: the folder is missing, has fewer than two classes or a class without images, its
-            parts differ in classes, `size` is not positive, or Pillow is not installed.
+            parts differ in classes or lie beside other folders, `size` is not positive, or Pillow
+            is not installed.
+
+    Warns:
+        UserWarning: files in folders of classes have other endings.
     """
     size = whole_number("size", size)
     if size < 1:
@@ -151,7 +157,9 @@ def published(name: str, page: str, unpacked: str, directory: Path, **options: A
     Raises:
         DataError: a folder is missing, the annotations are damaged, or as for `image_folder`.
     """
-    return image_folder(find_folder(name, ("train", "val"), directory, page, unpacked), **options)
+    folder = find_folder(name, ("train", "val"), directory, page, unpacked)
+    with warnings.catch_warnings(action="ignore"):  # of tables of boxes beside the images
+        return image_folder(folder, **options)
 
 
 imagenet = partial(published, "imagenet", PAGE, "")

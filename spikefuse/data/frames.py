@@ -49,10 +49,11 @@ class Slicing:
         frames = sf.data.to_frames(recording, slicing)  # the events are in frames 0 and 1
 
     Args:
-        by: "number": T frames of E // T events each, the remainder in the last; this is SBE,
-            stacking based on the number of events (Wang et al., "Event-based High Dynamic Range
-            Image and Very High Frame Rate Video Generation using Conditional Generative
-            Adversarial Networks", CVPR 2019), as in SpikingJelly.
+        by: "number": T frames of E // T events each, the remainder in the last; of E < T events,
+            one each in the first E frames. This is SBE, stacking based on the number of events
+            (Wang et al., "Event-based High Dynamic Range Image and Very High Frame Rate Video
+            Generation using Conditional Generative Adversarial Networks", CVPR 2019), as in
+            SpikingJelly.
             "events": slices of `count` events; events after the last slice are dropped, missing
             slices are empty.
             "time": T equal slices of the time from the first event to the last one, which is in

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from spikefuse.data.files import DataError, Files, class_files, damaged, read_bytes
 from spikefuse.data.images import draw
 
-# Names of the folders of each part; a dataset without them is split.
+# Names of the folders of each part, in any case; a dataset without them is split.
 PARTS = (("train", "training"), ("val", "valid", "validation"), ("test", "testing"))
 TEST_FRACTION = 0.2
 # Tables of labels with their delimiter, and the folder of their files; and the most bytes of one.
@@ -25,9 +26,9 @@ def list_files(
 ) -> tuple[tuple[str, ...], tuple[Files, ...]]:
     """List the files of a folder by part and class.
 
-    The folder holds a folder `train`, and `val`, `test` or both; without these, a fifth of each
-    class is drawn for the test. In each, files are in one folder per class, at any depth, or named
-    by the table `labels.csv`, with the columns file and label.
+    The folder holds a folder `train`, and `val`, `test` or both, each by a name of `PARTS`; without
+    these, a fifth of each class, rounded, is drawn for the test. In each, files are in one folder
+    per class, at any depth, or named by the table `labels.csv`, with the columns file and label.
 
     Args:
         folder: of the dataset.
@@ -39,16 +40,28 @@ def list_files(
         (training, validation, test).
 
     Raises:
-        DataError: the folder is missing, has fewer than two classes or a class without files, a
-            table is damaged, or the parts differ in classes.
+        DataError: the folder is missing, has fewer than two classes or a class without files, has
+            `train` beside folders that are no parts, a table is damaged, or the parts differ in
+            classes.
+
+    Warns:
+        UserWarning: files in folders of classes have other endings.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder: expected one with a folder per class")
     names = _subfolders(folder)
-    places = [folder / name for part in PARTS for name in part if name in names]
-    if len(places) < len(names) or not places:  # folders of other names are classes
-        places = [folder]
-    elif places[0].name not in PARTS[0]:
+    found = [[name for name in names if name.lower() in part] for part in PARTS]
+    places = [folder / part[0] for part in found if part]
+    beside = ", ".join(name for name in names if folder / name not in places)
+    if not places or (beside and (not found[0] or (folder / TABLES[0][0]).is_file())):
+        places = [folder]  # folders of other names are classes
+    elif beside:
+        parts_found = ", ".join(place.name for place in places)
+        raise DataError(
+            f"{folder} has {beside} beside {parts_found}: move {beside} elsewhere, or rename "
+            f"{parts_found} if these are classes, too"
+        )
+    elif not found[0]:
         raise DataError(f"{folder} has {places[0].name}, but no folder train: add it")
     classes, *parts = _list(places[0], endings, None)
     if len(classes) < 2:
@@ -61,6 +74,10 @@ def list_files(
                 "folders"
             )
         parts.append(part)
+    if unread := [path for part in parts for path in part.others]:
+        what = f"skipped {len(unread):,} of the files in {folder}, such as {unread[0]}"
+        read = ", ".join(sorted(endings))
+        warnings.warn(f"{what}: only those that end in {read} are read", stacklevel=3)
     if len(parts) == 1:
         test = draw(torch.from_numpy(parts[0].labels), TEST_FRACTION, seed).numpy()
         if not test.any():
@@ -97,15 +114,20 @@ def _subfolders(folder: Path) -> list[str]:
 def _read_table(
     path: Path, delimiter: str, folder: Path, known: Sequence[str] | None
 ) -> dict[Path, str]:
-    """Return the class of each file; rows have a file, its class, and perhaps further columns."""
+    """Return the class of each file, in columns that the first row may name; else the first two."""
     text = read_bytes(path, TABLE_BYTES).decode("utf-8-sig", "replace")
     labels: dict[Path, str] = {}
+    columns = 0, 1
     try:
         for number, row in enumerate(csv.reader(text.splitlines(), delimiter=delimiter), 1):
-            name, label = (*row, "", "")[:2]
-            if number == 1 and name == "file":
+            cells, at = [cell.strip() for cell in row], f"{path}, line {number}"
+            if number == 1 and "file" in cells:
+                if "label" not in cells:
+                    raise DataError(f"{at}: expected a column label among {', '.join(cells)}")
+                columns = cells.index("file"), cells.index("label")
                 continue
-            file, at = folder / name, f"{path}, line {number}"
+            name, label = (cells[i] if i < len(cells) else "" for i in columns)
+            file = folder / name
             if ".." in file.parts or not file.is_relative_to(folder) or not file.is_file():
                 hint = ", or name the columns file and label" if number == 1 else ""
                 raise DataError(f"{at}: {name!r} is not a file in {folder}: correct it{hint}")

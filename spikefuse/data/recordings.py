@@ -141,14 +141,19 @@ def steps_back(t: np.ndarray) -> bool:
     return bool((t[1:] < t[:-1]).any())
 
 
-def make_recording(columns: Columns, size: tuple[int, ...], path: Path) -> Recording:
+def make_recording(
+    columns: Columns,
+    size: tuple[int, ...],
+    path: Path,
+    error: Callable[[Path, str], DataError] = damaged,
+) -> Recording:
     """Check the events of a file and sort them by time.
 
     Raises:
-        DataError: an event of `path` lies outside the sensor, or has no valid time.
+        DataError: an event of `path` lies outside the sensor, or has no valid time; by `error`.
     """
     for problem in _problems(columns, size):
-        raise damaged(path, problem)
+        raise error(path, problem)
     x, y, p, t = columns
     t = t.astype(np.int64)
     if steps_back(t):  # the clock of a camera may step back

@@ -207,6 +207,10 @@ def _introduction(module: TrainingModule, examples: DataModule, device: torch.de
     several = f", {processes.count} processes" if processes.count > 1 else ""
     kinds = {"images": f"{config.encoding} encoding", "events": "frames", "series": "values"}
     encoding = kinds[config.data.kind]
+    names = ""
+    if config.data.describe is not None:  # those of folders, which may not be meant as classes
+        count, first = len(config.data.classes), ", ".join(config.data.classes[:5])
+        names = f"{count:,} classes ({first}{', ...' * (count > 5)}), "
     obstacle = config.graph_obstacle(device, processes.count)
     graph = "\ntraining steps are recorded as a CUDA graph (--no-cuda-graph turns this off)"
     if obstacle:
@@ -214,7 +218,7 @@ def _introduction(module: TrainingModule, examples: DataModule, device: torch.de
     if device.type != "cuda":
         graph = ""
     return (
-        f"{config.dataset}: {training:,} training, {validation:,} validation, "
+        f"{config.dataset}: {names}{training:,} training, {validation:,} validation, "
         f"{test:,} test samples\n"
         f"{config.model} with {config.neuron} neurons: {parameters:,} parameters, "
         f"{config.num_steps} time steps, {encoding}, on {device.type}{several}{graph}"

@@ -101,10 +101,6 @@ def test_scaling_and_the_crop_at_the_centre(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("a.csv", b"t,x,y\n1,2,3\n", "not a table of events: it has no p among t, x, y"),
-        ("a.csv", b"t,x,y,p\n1,2,3\n", "3 columns, of which the first line names 4"),
-        ("a.csv", b"t,x,y,p\n1,2,3,7\n", "an event has p = 7"),
-        ("a.csv", b"t,x,y,p\n0.5,2,3,1\n1.2,2,3,1\n", "an event has t = 0.7"),
         ("a.npy", b"\x93NUMPY", "not arrays of events"),
         ("a.npz", b"PK", "not arrays of events"),
         ("a.h5", b"", "not an HDF5 file"),
@@ -119,6 +115,37 @@ def test_damage_is_named(tmp_path: Path, name: str, content: bytes, what: str) -
     (tmp_path / name).write_bytes(content)
     with pytest.raises(data.DataError, match=rf"{name} is damaged \({what}"):
         read_events(tmp_path / name, "40x30")
+
+
+WANTED = ".*; expected columns x, y, p and t, named in the first line, with commas between"
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("t,x,y\n1,2,3\n", f"it has no p among t, x, y{WANTED}"),
+        ("1,2,3,1\n4,2,3,1\n", f"it has no x among 1, 2, 3{WANTED}"),
+        ("t;x;y;p\n1;2;3;1\n", f"could not convert string '1;2;3;1'{WANTED}"),
+        ("t,x,y,p\n1,2,3\n", f"3 columns, of which the first line names 4{WANTED}"),
+        ("t,x,y,p\n1,2,3,7\n", "an event has p = 7, expected a whole number from 0 to 1"),
+        (
+            "t,x,y,p\n0.5,2,3,1\n1.2,2,3,1\n",
+            "an event has t = 0.7, expected a whole number of microseconds from 0 to .*",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_named(tmp_path: Path, content: str, what: str) -> None:
+    """Of a user's own file, there may be no intact copy."""
+    (tmp_path / "a.csv").write_text(content)
+    with pytest.raises(data.DataError, match=rf"a\.csv cannot be read \({what}\): correct it, or"):
+        read_events(tmp_path / "a.csv", "40x30")
+
+
+def test_times_in_seconds_are_named(tmp_path: Path) -> None:
+    x, y, p, t = COLUMNS
+    path = write(tmp_path / "a.npz", (x, y, p, t / 1e6))
+    with pytest.raises(data.DataError, match=r"cannot be read \(.* whole number of microseconds"):
+        read_events(path, "40x30")
 
 
 def test_columns_have_the_same_names_in_all_formats(tmp_path: Path) -> None:

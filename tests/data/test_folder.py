@@ -120,11 +120,24 @@ def test_images_of_all_formats_that_are_read_are_found(tmp_path: Path) -> None:
 def test_hidden_files_and_folders_are_left_out(tmp_path: Path) -> None:
     """Such as copies that Jupyter makes, and files of macOS."""
     write_photos(tmp_path, 5)
-    for hidden in (".ipynb_checkpoints/0-checkpoint.png", "more/.copies/0.png", "._0.png"):
+    copies = ".ipynb_checkpoints/0-checkpoint.png", "more/.copies/0.png", "._0.png"
+    for hidden in (*copies, ".DS_Store", "Thumbs.db", "desktop.ini"):
         (tmp_path / "cat" / hidden).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cat" / hidden).write_bytes(b"")
     train, test = data.load(data.image_folder(tmp_path, size=8))
     assert len(train.pixels) + len(test.pixels) == 3 * 5
+
+
+def test_files_of_other_endings_are_said(tmp_path: Path) -> None:
+    write_photos(tmp_path, 2, ("train", "test"))
+    for name in ("train/cat/a.heic", "train/dog/b.heic", "test/fox/more/c"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    what = r"skipped 3 of .*, such as .*cat/a\.heic: only those that end in \.bmp, .*, \.webp are"
+    with pytest.warns(UserWarning, match=what) as warned:
+        parts = data.load(data.image_folder(tmp_path, size=8))
+    assert [len(part) for part in parts] == [6, 6]
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 def test_a_split_stays_on_disk(tmp_path: Path) -> None:
@@ -227,12 +240,40 @@ def test_a_folder_of_ones_own_is_split_by_seed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("parts", "sizes"),
-    [(("training", "test"), [6, 6]), (("train", "valid", "test"), [6, 6, 6]), (("train",), [5, 1])],
+    [
+        (("training", "test"), [6, 6]),
+        (("Testing", "Training"), [6, 6]),
+        (("TEST", "Train", "val"), [6, 6, 6]),
+        (("train", "valid", "test"), [6, 6, 6]),
+        (("train",), [5, 1]),
+    ],
 )
 def test_folders_of_parts(tmp_path: Path, parts: tuple[str, ...], sizes: list[int]) -> None:
     write_photos(tmp_path, 2, parts)
     loaded = data.load("folder", tmp_path, size=8)
     assert [len(part) for part in loaded] == sizes
+
+
+@pytest.mark.parametrize(
+    ("parts", "what"),
+    [
+        (("train", "test", "pred"), r"has pred beside train, test: move pred elsewhere, or rename"),
+        (("Train", "train"), r"has train beside Train: move"),
+    ],
+)
+def test_other_folders_beside_parts(tmp_path: Path, parts: tuple[str, ...], what: str) -> None:
+    write_photos(tmp_path, 2, parts)
+    with pytest.raises(data.DataError, match=what):
+        data.image_folder(tmp_path)
+    rows = [f"{path.relative_to(tmp_path)},{path.parent.name}" for path in tmp_path.glob("*/*/*")]
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    assert data.image_folder(tmp_path).classes == ("cat", "dog", "fox")
+
+
+def test_a_class_may_be_called_test(tmp_path: Path) -> None:
+    write_photos(tmp_path, 5)
+    (tmp_path / "fox").rename(tmp_path / "Test")
+    assert data.image_folder(tmp_path).classes == ("Test", "cat", "dog")
 
 
 def test_grey_images_of_a_folder(tmp_path: Path) -> None:
@@ -253,6 +294,29 @@ def test_labels_in_a_table(tmp_path: Path) -> None:
     assert photos.classes == ("the cat", "the dog", "the fox")
     for part in data.load(photos):
         assert torch.equal(part.pixels[:, 0, 0, 0], 100 * part.labels.byte())
+
+
+@pytest.mark.parametrize(
+    ("header", "row"),
+    [
+        (["file,camera,label"], "{0},left,{1}"),
+        (["label, file, camera"], "{1}, {0}"),
+        ([], "{0}, {1} ,left"),
+    ],
+)
+def test_columns_of_a_table(tmp_path: Path, header: list[str], row: str) -> None:
+    write_photos(tmp_path, 5)
+    paths = tmp_path.glob("*/*")
+    rows = [row.format(path.relative_to(tmp_path), path.parent.name) for path in paths]
+    (tmp_path / "labels.csv").write_text("\n".join([*header, *rows]))
+    assert data.image_folder(tmp_path, size=8).classes == ("cat", "dog", "fox")
+
+
+def test_a_table_without_labels(tmp_path: Path) -> None:
+    write_photos(tmp_path, 1)
+    (tmp_path / "labels.csv").write_text("file,breed\ncat/0.png,a\ndog/0.png,b\n")
+    with pytest.raises(data.DataError, match=r"line 1: expected a column label among file, breed"):
+        data.image_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -99,3 +99,11 @@ def test_recordings_of_different_sensors_need_a_size(recordings: Path) -> None:
     with pytest.raises(data.DataError, match=r"5\.aedat is of a sensor of 128x128, .*40x30: set"):
         data.load(data.event_folder(recordings, SENSOR))
     assert len(data.load(data.event_folder(recordings, SENSOR, size=16))[0]) == 9
+
+
+def test_files_of_other_endings_are_said(recordings: Path) -> None:
+    (recordings / "clap" / "0.txt").touch()
+    with pytest.warns(
+        UserWarning, match=r"skipped 1 of .*0\.txt: only those that end in \.aedat, "
+    ):
+        data.event_folder(recordings, SENSOR)

@@ -14,6 +14,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 import torch
+from PIL import Image
 
 from spikefuse.train import predict, run
 from spikefuse.train.config import TrainConfig
@@ -63,6 +64,34 @@ def test_a_run_and_its_evaluation(
     assert spikefuse("eval", directory / "best.ckpt", "--device", "cpu") == 0
     loss = f"{result['test_loss']:.4f}"
     assert capsys.readouterr().out == f"test accuracy {percent}, loss {loss} (digits)\n"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "names", "said"),
+    [("folder", "abcdef", "a, b, c, d, e, ..."), ("events --sensor 6x6", "ab", "a, b")],
+)
+def test_a_run_names_the_classes_of_folders(
+    spikefuse: Spikefuse,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    dataset: str,
+    names: str,
+    said: str,
+) -> None:
+    monkeypatch.setenv("SPIKEFUSE_CACHE_DIR", str(tmp_path / "cache"))
+    for name in names:
+        (tmp_path / "own" / name).mkdir(parents=True)
+        for i in range(10):
+            path = tmp_path / "own" / name / str(i)
+            if dataset == "folder":
+                Image.new("L", (6, 6)).save(path.with_suffix(".png"))
+            else:
+                path.with_suffix(".csv").write_text("x,y,p,t\n1,1,1,0\n")
+    options = f"--dataset {dataset} --data-dir own --model mlp -T 2 --epochs 1 --batch-size 8"
+    assert spikefuse("train", *options.split(), "--device", "cpu", "--no-fuse") == 0
+    first = f"{dataset.split()[0]}: {len(names)} classes ({said}), {7 * len(names)} training, "
+    assert capsys.readouterr().out.splitlines()[1].startswith(first)
 
 
 def test_a_run_with_fusion_and_without(
