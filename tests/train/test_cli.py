@@ -119,6 +119,8 @@ WRONG = [
     (["--device", "cpu", "--sync-batch-norm"], "--sync-batch-norm needs CUDA GPUs: add --no-"),
     (["--config", "none.yaml"], "cannot read config none.yaml: No such file or directory"),
     (["--dataset", "mnist", "--data-dir", "data"], "mnist: train-images-idx3-ubyte.gz is neither"),
+    (["--data-dir", "photos"], "--data-dir is given, but digits has no files: remove it, or name"),
+    (["--download"], "--download is given, but digits has no files: remove it, or name another"),
     (["--resume", "nothing.ckpt"], "checkpoint nothing.ckpt does not exist: expected last.ckpt"),
     (["--resume", "."], "checkpoint last.ckpt does not exist: expected last.ckpt"),
 ]
