@@ -16,6 +16,10 @@ def small(neuron, in_channels, num_classes, size):
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(16, num_classes))
 
 
+def fixed(neuron, in_channels, num_classes, size):
+    return small(sf.LIF, in_channels, num_classes, size)
+
+
 class Small(nn.Module):
     def __init__(self, neuron, in_channels, num_classes, size):
         super().__init__()
