@@ -65,11 +65,11 @@ def traces(
 
     Example::
 
-        spikes, v = sf.LIF(0.9)(torch.rand(100, 32, 64) / 4, outputs=("spikes", "v"))
-        axes = sf.plots.traces(v[:, 0], neurons=[0, 1, 2], threshold=1.0)
+        spikes, h = sf.LIF(0.9)(torch.rand(100, 32, 64) / 4, outputs=("spikes", "h"))
+        axes = sf.plots.traces(h[:, 0], neurons=[0, 1, 2], threshold=1.0)
 
     Args:
-        values: such as `record["net.2"]["v"][:, 0]`.
+        values: such as `record["net.2"]["h"][:, 0]`, the potential before the reset.
         axes: as in `raster`.
         neurons: which ones, by their index in the flattened dims after T; those beyond the last one
             are left out.
