@@ -57,7 +57,7 @@ def rows(args: argparse.Namespace) -> Iterator[Record]:
         with tempfile.TemporaryDirectory(prefix="spikefuse-training-") as folder:
             command = [sys.executable, "-m", "spikefuse", "train", *options, "--device", "cpu"]
             command += ["--seed", "0", "--out", folder]
-            if args.data_dir is not None:
+            if args.data_dir is not None and not name.startswith("digits"):
                 command += ["--data-dir", str(args.data_dir.expanduser().resolve())]
             start = time.perf_counter()
             subprocess.run([*command, *("--epochs", "1") * args.quick], cwd=record.ROOT, check=True)

@@ -15,6 +15,7 @@ from spikefuse.neurons.checks import check_tensor
 if TYPE_CHECKING:
     from matplotlib.animation import FuncAnimation
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 __all__ = ["animate", "new_figure", "raster", "rates", "traces"]
@@ -49,9 +50,13 @@ def raster(
     count = len(rows)
     shown = torch.linspace(0, count - 1, min(count, max_neurons)).round().long()
     axes.imshow(rows[shown].numpy(), cmap="Blues", aspect="auto", interpolation="nearest")
-    neurons = "neurons" if len(shown) == count else f"{len(shown)} of {count} neurons"
-    axes.set(xlabel="time step", ylabel=neurons, title=title)
-    _whole_steps(axes)
+    neurons = "neurons" if count > 1 else "neuron"
+    most = "" if len(shown) == count else f"{len(shown)} of {count} "
+    axes.set(xlabel="time step", ylabel=most + neurons, title=title)
+    _whole_numbers(axes.xaxis)
+    _whole_numbers(axes.yaxis)
+    names = dict(enumerate(map(str, shown.tolist())))
+    axes.yaxis.set_major_formatter(lambda row, _: names.get(round(row), ""))
     return axes
 
 
@@ -65,11 +70,11 @@ def traces(
 
     Example::
 
-        spikes, v = sf.LIF(0.9)(torch.rand(100, 32, 64) / 4, outputs=("spikes", "v"))
-        axes = sf.plots.traces(v[:, 0], neurons=[0, 1, 2], threshold=1.0)
+        spikes, h = sf.LIF(0.9)(torch.rand(100, 32, 64) / 4, outputs=("spikes", "h"))
+        axes = sf.plots.traces(h[:, 0], neurons=[0, 1, 2], threshold=1.0)
 
     Args:
-        values: such as `record["net.2"]["v"][:, 0]`.
+        values: such as `record["net.2"]["h"][:, 0]`, the potential before the reset.
         axes: as in `raster`.
         neurons: which ones, by their index in the flattened dims after T; those beyond the last one
             are left out.
@@ -88,7 +93,7 @@ def traces(
         axes.axhline(threshold, color="grey", linewidth=0.8, linestyle=":", label="threshold")
     axes.set(xlabel="time step")
     axes.legend(loc="upper right", fontsize=8)
-    _whole_steps(axes)
+    _whole_numbers(axes.xaxis)
     return axes
 
 
@@ -224,10 +229,10 @@ def _axes_or_new(axes: Axes | None) -> Axes:
     return pyplot.subplots()[1]
 
 
-def _whole_steps(axes: Axes) -> None:
+def _whole_numbers(axis: Axis) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 @contextlib.contextmanager

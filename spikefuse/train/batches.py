@@ -23,6 +23,7 @@ from spikefuse.data.registry import describe
 from spikefuse.nn import Events
 from spikefuse.nn.encode import direct, poisson
 from spikefuse.train.config import TrainConfig
+from spikefuse.train.fields import ConfigError
 from spikefuse.train.seeding import order
 
 Batch = tuple[Tensor, Tensor]
@@ -48,8 +49,14 @@ def load_examples(
 
     Raises:
         DataError: a file is missing or damaged, or the download failed.
-        ConfigError: the run has other classes.
+        ConfigError: the run has other classes, or the dataset has no files.
     """
+    for name, value in (("data_dir", directory), ("download", download)):
+        if value and config.dataset == "digits":
+            raise ConfigError(
+                f"{name} is given, but digits has no files: remove it, or name another dataset; "
+                "files of your own need --dataset folder (images) or --dataset events (recordings)"
+            )
     dataset = describe(config.dataset, directory, **config.transform())
     if config.data.describe is not None:
         config = config.with_files_of(dataset)

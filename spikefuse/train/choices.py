@@ -33,6 +33,7 @@ SURROGATES: dict[str, type] = {
 }
 # Parameters that a neuron learns through a sigmoid: their initial values exclude 0 and 1.
 SIGMOID_PARAMETERS = {"plif": ("decay",), "gatedlif": ("decay", "threshold")}
+OF_NEURONS = ("neuron", "decay", "threshold", "surrogate", "reset", "detach_reset")
 ENCODINGS = ("direct", "poisson")
 # Classes of torch.optim whose step a CUDA graph can hold.
 OPTIMIZERS = ("adam", "adamw", "radam", "adamax", "rmsprop", "sgd")

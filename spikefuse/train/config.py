@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -301,8 +302,12 @@ class TrainConfig:
                 options[name] = value
         return kind(threshold=self.threshold, **options)
 
-    def make_network(self) -> Temporal:
-        """Build the network; its weights come from PyTorch's global random number generator."""
+    def make_network(self, neuron: Callable[[], nn.Module] | None = None) -> Temporal:
+        """Build the network; its weights come from PyTorch's global random number generator.
+
+        Args:
+            neuron: makes a neuron; `make_neuron` by default.
+        """
         dataset = self.data
         if not dataset.classes:
             raise ConfigError(
@@ -316,9 +321,8 @@ class TrainConfig:
             options = {"capacity": self.capacity, "overflow": self.overflow}
         build = MODELS[self.model]
         try:
-            net = build(
-                self.make_neuron, channels, len(dataset.classes), (height, width), **options
-            )
+            neuron = neuron or self.make_neuron
+            net = build(neuron, channels, len(dataset.classes), (height, width), **options)
         except ValueError as error:
             if own.is_reference(self.model):  # whose traceback helps
                 raise

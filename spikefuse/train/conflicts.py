@@ -163,11 +163,21 @@ def _neuron_conflicts(config: TrainConfig) -> Iterator[str]:
             yield f"{name} is {value}: expected a number between 0 and 1 for {config.neuron}"
 
 
+def ignored_neuron(config: TrainConfig) -> Iterator[str]:
+    """Yield what is wrong with options of the neuron if the model's builder does not call it."""
+    for f in fields(config):
+        if f.name in choices.OF_NEURONS and getattr(config, f.name) != f.default:
+            why = f"{config.model} does not call its argument neuron"
+            yield f"{f.name} is given, but {why}: call it there, or remove the option"
+
+
 def _training_conflicts(config: TrainConfig) -> Iterator[str]:
     accumulate, tbptt = f"accumulate is {config.accumulate}", config.tbptt
     if config.accumulate > config.batch_size:
         yield f"{accumulate}: expected at most batch_size, {config.batch_size}"
-    steps = min(config.num_steps, tbptt or config.num_steps)
+    if tbptt is not None and tbptt >= config.num_steps:
+        yield f"tbptt is {tbptt}: expected fewer than num_steps, {config.num_steps}"
+    steps = tbptt or config.num_steps
     last = config.num_steps % steps or steps
     if last * (config.batch_size // config.accumulate) < 2:
         cause = "num_steps and batch_size are both 1"

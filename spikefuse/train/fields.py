@@ -75,6 +75,13 @@ def kinds(options: type) -> dict[str, Any]:
     return {name: get_origin(hint) or hint for name, hint in own.items()}
 
 
+def unknown(name: str, names: list[str]) -> str:
+    """Say that there is no such option, and name the nearest one."""
+    near = difflib.get_close_matches(name, names, 1)
+    hint = f": did you mean {near[0]}?" if near else "; see spikefuse train --help"
+    return f"unknown option {name!r}{hint}"
+
+
 def check_fields(options: Any) -> None:
     """Check each value of a dataclass against the type, choices or range of its field."""
     owner: Any = type(options)

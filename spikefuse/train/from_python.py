@@ -15,7 +15,7 @@ from spikefuse.data import Dataset
 from spikefuse.train import own, run
 from spikefuse.train.checkpoint import LAST, load
 from spikefuse.train.config import TrainConfig
-from spikefuse.train.fields import ConfigError
+from spikefuse.train.fields import ConfigError, unknown
 from spikefuse.train.run_options import RunOptions
 
 Builder = Callable[..., nn.Module]
@@ -56,9 +56,13 @@ def fit(
     Raises:
         ConfigError, DataError: a setting or a file is invalid, or the run in `out` has other
             settings.
+        TypeError: there is no such setting.
         FloatingPointError, OSError, RunInterrupted: as documented in docs/training.md.
     """
     names = {f.name for f in fields(RunOptions)}
+    known = [*names, *(f.name for f in fields(TrainConfig))]
+    for name in settings.keys() - {*known}:
+        raise TypeError(unknown(name, known))
     options = RunOptions(
         out=None if out is None else Path(out),
         **{name: settings.pop(name) for name in names & settings.keys()},

@@ -160,10 +160,11 @@ def check_examples(config: Any, parts: Any) -> None:
     """
     dataset, task = config.data, config.make_task()
     read = f"the dataset {dataset.name} has read"
-    if not isinstance(parts, tuple) or len(parts) not in (2, 3):
+    several = isinstance(parts, tuple) and len(parts) in (2, 3)
+    for wrong in [p for p in parts if not hasattr(p, "labels")] if several else [parts]:
         raise DataError(
-            f"{read} {_kind(parts)}: expected (training, test) or (training, validation, test) "
-            "examples"
+            f"{read} {_kind(wrong)}: expected (training, test) or (training, validation, test) "
+            "examples, each such as Images(pixels, labels)"
         )
     names = ("training", "test") if len(parts) == 2 else ("training", "validation", "test")
     for part, what in zip(parts, names, strict=True):

@@ -16,6 +16,7 @@ from spikefuse.train.fields import describe, kinds
 from spikefuse.train.run_options import RunOptions
 
 USER_ERROR = 2  # exit code
+MEANT = {"--learning-rate": "--lr", "--no-shift": "--shift 0"}
 ALIASES = {"num_steps": ("-T",), "dataset": ("--data",)}
 # More choices than this are listed below an option instead of beside its name.
 MAX_INLINE_CHOICES = 4
@@ -106,6 +107,7 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             option = unknown[0].partition("=")[0]
             near = difflib.get_close_matches(option, self._option_string_actions, 1, cutoff=0.75)
+            near = [MEANT[option]] if option in MEANT else near
             hint = f", did you mean {near[0]}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -23,7 +22,6 @@ from spikefuse.train.training_module import TrainingModule, best_epoch
 PANEL = (3.6, 2.6)  # inches
 MAX_CLASSES = 12  # of which names fit beside a panel
 MAX_VALUES = 6  # whose lines can be told apart
-IMAGE: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
 
 
 def plot_curves(history: list[EpochMetrics], path: Path) -> None:
@@ -81,44 +79,51 @@ def plot_raster(module: TrainingModule, pixels: Tensor, target: Tensor, path: Pa
     for axes, (name, layer) in zip(panels[1:], spikes.items(), strict=False):
         shape = " × ".join(map(str, layer.shape[1:]))
         kind = f"{100 * firing_rate(layer):.1f} % firing" if are_spikes(layer) else "potentials"
-        raster(layer, axes, f"{name}: {shape} neurons, {kind}")
+        neurons = "neuron" if layer[0].numel() == 1 else "neurons"
+        raster(layer, axes, f"{name}: {shape} {neurons}, {kind}")
         axes.title.set_fontsize(8)
+    what, axes = "output", panels[len(spikes) + 1]
+    if not task.per_step and task.steps == "last":
+        what = "output (its last step is the prediction)"
+    elif not task.per_step:
+        steps = torch.arange(1, len(output) + 1)
+        what, output = "running mean of the output", output.cumsum(0) / steps.unsqueeze(1)
     if task.of_classes:
-        _plot_classes(panels[len(spikes) + 1], output, names, task.per_step)
+        _plot_classes(axes, output, names, what)
     else:
-        _plot_values(panels[len(spikes) + 1], output, names, target)
+        _plot_values(axes, output, names, target, what)
     for axes in panels[len(spikes) + 2 :]:
         axes.set_axis_off()
     _save(figure, path)
 
 
 def _plot_input(axes: Axes, x: Tensor) -> None:
-    axes.set_title("input", fontsize=8)
     if x.ndim == 2:
-        axes.imshow(x.T.numpy(), cmap="Blues", **IMAGE)
-        axes.set(xlabel="time step", ylabel="units")
-        return
-    axes.imshow(x.mean((0, 1)).numpy(), cmap="gray")
-    axes.set_axis_off()
+        raster(x, axes, max_neurons=x.shape[1])
+        axes.set_ylabel("units")
+    else:
+        axes.imshow(x.mean((0, 1)).numpy(), cmap="gray")
+        axes.set_axis_off()
+    axes.set_title("input", fontsize=8)
 
 
-def _plot_values(axes: Axes, output: Tensor, names: tuple[str, ...], target: Tensor) -> None:
+def _plot_values(
+    axes: Axes, output: Tensor, names: tuple[str, ...], target: Tensor, what: str
+) -> None:
     for i, name in enumerate(names[:MAX_VALUES]):
         axes.plot(output[:, i], color=f"C{i}", label=name)
         axes.plot(target[..., i].expand(len(output)), color=f"C{i}", linestyle="--")
-    axes.set_title("output, and target (dashed)", fontsize=8)
+    axes.set_title(f"{what}, and target (dashed)", fontsize=8)
     axes.set(xlabel="time step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=8)
 
 
-def _plot_classes(axes: Axes, output: Tensor, classes: tuple[str, ...], per_step: bool) -> None:
-    steps = torch.arange(1, len(output) + 1)
-    means = output if per_step else output.cumsum(0) / steps.unsqueeze(1)
-    shown = means[-1].topk(min(MAX_CLASSES, len(classes))).indices.sort().values
-    image = axes.imshow(means[:, shown].T.numpy(), cmap="viridis", **IMAGE)
+def _plot_classes(axes: Axes, output: Tensor, classes: tuple[str, ...], what: str) -> None:
+    shown = output[-1].topk(min(MAX_CLASSES, len(classes))).indices.sort().values
+    image = axes.imshow(output[:, shown].T.numpy(), aspect="auto", interpolation="nearest")
     axes.figure.colorbar(image, ax=axes)
     most = "" if len(shown) == len(classes) else f", {len(shown)} of {len(classes)} classes"
-    what = "output" if per_step else "running mean of the output"
     axes.set_title(f"{what}{most}", fontsize=8)
     names = [classes[i] if len(classes[i]) <= 14 else f"{classes[i][:13]}…" for i in shown]
     axes.set(xlabel="time step", yticks=range(len(shown)), yticklabels=names)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from spikefuse.train.config import TrainConfig
-from spikefuse.train.fields import ConfigError, kinds
+from spikefuse.train.fields import ConfigError, kinds, unknown
 from spikefuse.train.run_options import RunOptions
 
 # Options of a place or of processes; only the command line accepts them.
@@ -76,9 +76,7 @@ def _convert(name: str, value: Any) -> Any:
             f"{name} is accepted on the command line only: pass --{name.replace('_', '-')}"
         )
     if name not in names:
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f": did you mean {near[0]}?" if near else "; see spikefuse train --help"
-        raise ConfigError(f"unknown option {name!r}{hint}")
+        raise ConfigError(unknown(name, names))
     kind = kinds(TrainConfig)[name]
     if kind is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)

@@ -204,6 +204,7 @@ def _introduction(module: TrainingModule, examples: DataModule, device: torch.de
     parts = examples.training, examples.validation, examples.test
     training, validation, test = map(len, parts)
     parameters = sum(p.numel() for p in module.parameters())
+    neurons = f" with {config.neuron} neurons" if module.neurons_made else ""
     several = f", {processes.count} processes" if processes.count > 1 else ""
     kinds = {"images": f"{config.encoding} encoding", "events": "frames", "series": "values"}
     encoding = kinds[config.data.kind]
@@ -220,7 +221,7 @@ def _introduction(module: TrainingModule, examples: DataModule, device: torch.de
     return (
         f"{config.dataset}: {names}{training:,} training, {validation:,} validation, "
         f"{test:,} test samples\n"
-        f"{config.model} with {config.neuron} neurons: {parameters:,} parameters, "
+        f"{config.model}{neurons}: {parameters:,} parameters, "
         f"{config.num_steps} time steps, {encoding}, on {device.type}{several}{graph}"
     )
 

@@ -22,6 +22,7 @@ from spikefuse.train.activity import ActivityMonitor, RateMonitor
 from spikefuse.train.batches import WHOLE, Batch
 from spikefuse.train.checkpoint import KEY, EpochMetrics, entry, same_types
 from spikefuse.train.config import TrainConfig
+from spikefuse.train.conflicts import ignored_neuron
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.optimize import learning_rate
 from spikefuse.train.processes import Processes
@@ -61,6 +62,7 @@ class TrainingModule(pl.LightningModule):
         self.config = config
         self.processes = Processes() if processes is None else processes
         reseed(config.seed, Purpose.WEIGHTS)
+        self.neurons_made = 0
         self.net = self.make_network()
         self._axis: DeviceMesh | None = None
         self.activity = ActivityMonitor(self.net.net, config.capacity)
@@ -82,8 +84,18 @@ class TrainingModule(pl.LightningModule):
         Checkpoints of a subclass that overrides this are loaded by Lightning's
         `load_from_checkpoint(path, config=config)`, not by `spikefuse.load`, which knows the model
         that `config` names.
+
+        Raises:
+            ConfigError: its builder ignores the neuron, of which options are given.
         """
-        return self.config.make_network()
+        net = self.config.make_network(self._make_neuron)
+        for conflict in () if self.neurons_made else ignored_neuron(self.config):
+            raise ConfigError(conflict)
+        return net
+
+    def _make_neuron(self) -> torch.nn.Module:
+        self.neurons_made += 1
+        return self.config.make_neuron()
 
     def encode(self, inputs: Tensor, share: slice = WHOLE) -> Tensor | Events:
         """Convert a batch to the network's input `[T, B, ...]`.

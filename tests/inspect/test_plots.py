@@ -33,6 +33,34 @@ def test_raster_of_many_neurons(axes) -> None:
     assert axes.get_ylabel() == "10 of 1000 neurons"
 
 
+def ticks(axis) -> dict[float, str]:
+    """The labels that are drawn, by position."""
+    axis.figure.draw_without_rendering()
+    low, high = sorted(axis.get_view_interval())
+    shown = zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
+    return {at: label.get_text() for at, label in shown if low <= at <= high}
+
+
+def test_raster_names_neurons_by_their_index(axes) -> None:
+    spikes = torch.zeros(10, 1000)
+    spikes[:, 502] = 1
+    sf.plots.raster(spikes, axes)
+    (row,) = torch.as_tensor(axes.images[0].get_array().data).sum(1).nonzero().flatten().tolist()
+    assert axes.yaxis.get_major_formatter()(row, 0) == "502"
+    labels = ticks(axes.yaxis)
+    assert len(labels) > 2
+    assert all(int(label) == round(at * 999 / 199) for at, label in labels.items())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_raster_of_few_neurons_and_steps(axes, count: int) -> None:
+    sf.plots.raster(torch.zeros(count, count), axes)
+    for axis in axes.xaxis, axes.yaxis:
+        assert [*ticks(axis)] == [*range(count)]
+    assert [*ticks(axes.yaxis).values()] == ["0", "1", "2"][:count]
+    assert axes.get_ylabel() == ("neurons" if count > 1 else "neuron")
+
+
 def test_traces(axes) -> None:
     v = torch.rand(7, 2, 2, requires_grad=True)
     sf.plots.traces(v, axes, neurons=[0, 3, 9], threshold=1.0)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from spikefuse.data import DataError
+from spikefuse.data import DATASETS, DataError
 from spikefuse.data import load as load_data
 from spikefuse.train import DataModule, TrainConfig
 from spikefuse.train.batches import EvalBatches
@@ -371,8 +371,9 @@ def test_a_full_disk_names_what_was_saved(
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", full)
-        options = ["--model", "mlp", "--epochs", "4", "--out", "run", "--data-dir"]
-        assert spikefuse("train", *small, *options, "my data") == 1
+        monkeypatch.setitem(DATASETS, "own", DATASETS["digits"])
+        options = ["--dataset", "own", "--model", "mlp", "--epochs", "4", "--out", "run"]
+        assert spikefuse("train", *small, *options, "--data-dir", "my data") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "error: [Errno 28] No space left on device" in line
     command = "--resume run/last.ckpt --device cpu --data-dir 'my data'"

@@ -98,6 +98,8 @@ WRONG = [
     (["--colour", "red"], "unrecognized arguments: --colour red (see spikefuse train --help)"),
     (["--epoch", "3"], "unrecognized arguments: --epoch 3, did you mean --epochs? (see spikefuse"),
     (["--batchsize=3"], "unrecognized arguments: --batchsize=3, did you mean --batch-size? (see"),
+    (["--learning-rate", "1"], "unrecognized arguments: --learning-rate 1, did you mean --lr?"),
+    (["--no-shift"], "unrecognized arguments: --no-shift, did you mean --shift 0?"),
     (["--dat", "shd"], "unrecognized arguments: --dat shd"),
     (["--data", "data/mnist"], "unknown dataset 'data/mnist': for images in a folder add"),
     (["--dataset", "digit"], "unknown dataset 'digit': did you mean digits? choose one of"),
@@ -119,6 +121,8 @@ WRONG = [
     (["--device", "cpu", "--sync-batch-norm"], "--sync-batch-norm needs CUDA GPUs: add --no-"),
     (["--config", "none.yaml"], "cannot read config none.yaml: No such file or directory"),
     (["--dataset", "mnist", "--data-dir", "data"], "mnist: train-images-idx3-ubyte.gz is neither"),
+    (["--data-dir", "photos"], "--data-dir is given, but digits has no files: remove it, or name"),
+    (["--download"], "--download is given, but digits has no files: remove it, or name another"),
     (["--resume", "nothing.ckpt"], "checkpoint nothing.ckpt does not exist: expected last.ckpt"),
     (["--resume", "."], "checkpoint last.ckpt does not exist: expected last.ckpt"),
 ]

@@ -66,5 +66,9 @@ def test_objects_that_checkpoints_cannot_name(settings: dict[str, Any], message:
 
 
 def test_unknown_settings() -> None:
-    with pytest.raises(TypeError, match="epoch"):
+    with pytest.raises(TypeError, match=r"unknown option 'epoch': did you mean epochs\?"):
         sf.train.fit(epoch=3)
+    with pytest.raises(TypeError, match=r"unknown option 'num_step': did you mean num_steps\?"):
+        sf.train.fit(TrainConfig(), num_step=2)
+    with pytest.raises(TypeError, match="unknown option 'devise': did you mean device"):
+        sf.train.fit(devise="cpu")

@@ -205,6 +205,7 @@ def test_errors_name_the_module_the_attribute_and_the_fix(
             "the model my_code:unflattened has outputs [2, 27, 1, 6, 3]: expected [T, 27, 3], one",
         ),
         (("my_code:small", "my_code:one_part"), "has read an object of type Images: expected (tra"),
+        (("my_code:small", "my_code:pairs"), "has read an object of type tuple: expected (trai"),
         (
             ("my_code:small", "my_code:wrong_shape"),
             "has read training torch.uint8 [N, 1, 6, 4]: expected torch.uint8 [N, 1, 4, 6]",
@@ -228,6 +229,27 @@ def test_what_users_code_returns_is_checked(
     assert error.startswith("spikefuse train: error: ")
     assert message in error
     assert not list(here.glob("runs/*"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("neuron", "plif"), ("decay", "0"), ("threshold", "0.3")]
+)
+def test_a_builder_that_ignores_its_neuron_takes_no_options_of_it(
+    here: Path, spikefuse: Spikefuse, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    names = "--model", "my_code:fixed", "--dataset", "my_code:shapes"
+    assert spikefuse(*TRAIN, *names, f"--{option}", value) == 2
+    message = f"--{option} is given, but my_code:fixed does not call its argument neuron: call it"
+    assert message in capsys.readouterr().err
+
+
+def test_a_builder_with_neurons_of_its_own(
+    here: Path, spikefuse: Spikefuse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, shown in ("fixed", "my_code:fixed: "), ("small", "my_code:small with lif neurons: "):
+        model = "--model", f"my_code:{name}"
+        assert spikefuse(*TRAIN, *model, "--dataset", "my_code:shapes", "--epochs", "1") == 0
+        assert f"\n{shown}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -8,6 +8,7 @@ import matplotlib.image
 import pytest
 import torch
 
+from spikefuse.data import DATASETS, Dataset
 from spikefuse.train import plots
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.plots import plot_curves, plot_raster, record_example
@@ -52,13 +53,13 @@ def test_raster_of_any_depth(tmp_path: Path, model: str) -> None:
 
 def test_potentials_have_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = TrainingModule(TrainConfig(num_steps=3, model="mlp")).eval()
-    layers = {"0": torch.tensor([[1.0, -1.0], [0.0, 0.0]]), "1": torch.tensor([[-0.3, 0.1]])}
+    layers = {"0": torch.tensor([[1.0, -1.0], [0.0, 0.0]]), "1": torch.tensor([[-0.3]])}
     example = torch.zeros(3, 1, 8, 8), layers, torch.zeros(3, 10)
     monkeypatch.setattr(plots, "record_example", lambda *_: example)
     shown = []
     monkeypatch.setattr(plots, "raster", lambda x, axes, title: shown.append(title))
     plot_raster(module, torch.zeros(1), torch.tensor(3), tmp_path / "raster.png")
-    assert shown == ["0: 2 neurons, 50.0 % firing", "1: 2 neurons, potentials"]
+    assert shown == ["0: 2 neurons, 50.0 % firing", "1: 1 neuron, potentials"]
 
 
 @pytest.mark.parametrize(("loss", "predicted"), [("mean", 1), ("last", 2)])
@@ -74,6 +75,31 @@ def test_the_predicted_class_is_that_of_the_loss(
     monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
     plot_raster(module, torch.zeros(1), torch.tensor(3), tmp_path / "raster.png")
     assert figures[0].get_suptitle() == f"class: 3, predicted: {predicted}"
+    (image,) = figures[0].axes[1].images
+    assert int(image.get_array()[:, -1].argmax()) == predicted
+    last = "output (its last step is the prediction)"
+    assert figures[0].axes[1].get_title() == {"last": last}.get(loss, "running mean of the output")
+
+
+@pytest.mark.parametrize("loss", ["mean", "every", "last"])
+def test_values_end_in_the_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    waves = Dataset((1,), ("rate",), lambda *_: (), "series", {"num_steps": 3})
+    monkeypatch.setitem(DATASETS, "waves", waves)
+    config = TrainConfig(dataset="waves", task="regression", model="mlp", loss=loss)
+    module = TrainingModule(config).eval()
+    output = torch.tensor([[4.0], [1.0], [1.0]])
+    monkeypatch.setattr(plots, "record_example", lambda *_: (torch.zeros(3, 1), {}, output))
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    plot_raster(module, torch.zeros(1), torch.tensor([2.0]), tmp_path / "raster.png")
+    values, target = figures[0].axes[1].lines
+    assert values.get_ydata()[-1] == module.task.predict(output[:, None]).item()
+    assert [*target.get_ydata()] == [2.0, 2.0, 2.0]
+    shown = "output (its last step is the prediction)", "running mean of the output"
+    assert figures[0].axes[1].get_title() == f"{shown[loss != 'last']}, and target (dashed)"
+    assert figures[0].axes[0].get_ylabel() == "units"
 
 
 def test_curves_of_a_single_epoch(tmp_path: Path) -> None:

@@ -16,6 +16,10 @@ def small(neuron, in_channels, num_classes, size):
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(16, num_classes))
 
 
+def fixed(neuron, in_channels, num_classes, size):
+    return small(sf.LIF, in_channels, num_classes, size)
+
+
 class Small(nn.Module):
     def __init__(self, neuron, in_channels, num_classes, size):
         super().__init__()
@@ -83,6 +87,7 @@ def recordings(path):
 
 events = Dataset((2, 6, 4), NAMES, read_events, "events", {"num_steps": 3}, (".ev", recordings))
 one_part = Dataset((1, 6, 4), NAMES, lambda directory, download: bars(30, 0))
+pairs = Dataset((1, 6, 4), NAMES, lambda *_: ((torch.ones(9), torch.ones(9)),) * 2)
 wrong_shape = Dataset((1, 4, 6), NAMES, read)
 wrong_labels = Dataset((1, 6, 4), NAMES[:2], read)
 no_steps = Dataset((2, 6, 4), NAMES, read_events, "events")
