@@ -175,9 +175,7 @@ def _training_conflicts(config: TrainConfig) -> Iterator[str]:
     accumulate, tbptt = f"accumulate is {config.accumulate}", config.tbptt
     if config.accumulate > config.batch_size:
         yield f"{accumulate}: expected at most batch_size, {config.batch_size}"
-    if tbptt is not None and tbptt >= config.num_steps:
-        yield f"tbptt is {tbptt}: expected fewer than num_steps, {config.num_steps}"
-    steps = tbptt or config.num_steps
+    steps = min(config.num_steps, tbptt or config.num_steps)
     last = config.num_steps % steps or steps
     if last * (config.batch_size // config.accumulate) < 2:
         cause = "num_steps and batch_size are both 1"

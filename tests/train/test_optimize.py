@@ -142,8 +142,7 @@ def in_microbatches(net, batch, **options):
         last.append(is_last)
         loss.backward()
 
-    # More steps than T: one chunk may hold all steps of a shorter batch.
-    config = TrainConfig(batch_size=B, num_steps=100, **options)
+    config = TrainConfig(batch_size=B, num_steps=T, **options)
     value, logits = gradients(net, x, labels, config, classification(config.loss).loss, backward)
     assert last[-1]
     assert not any(last[:-1])
