@@ -50,6 +50,8 @@ def list_files(
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder: expected one with a folder per class")
     names = _subfolders(folder)
+    if (folder / "val" / TABLES[1][0]).is_file():
+        names = [name for name in names if name != "test"]  # Tiny-ImageNet's, which has no labels
     found = [[name for name in names if name.lower() in part] for part in PARTS]
     places = [folder / part[0] for part in found if part]
     beside = ", ".join(name for name in names if folder / name not in places)

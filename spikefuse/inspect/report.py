@@ -27,7 +27,6 @@ from spikefuse.inspect.operations import Operations, count_operations, feedback
 from spikefuse.inspect.record import are_spikes
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Scan, TemporalCall, active
-from spikefuse.nn.loop import Loop
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.transforms.tables import aligned
@@ -365,7 +364,6 @@ class _Counter(ModuleObserver):
         self.counts = defaultdict[str, _Counts](_Counts)
         self.unknown: dict[str, None] = {}
         self._call: TemporalCall | None = None  # of this batch
-        self._loop: tuple[nn.Module, int] | None = None  # the outermost, and its steps
         self._spiking: TemporalCall | None = None  # a call in which a neuron has run
 
     @contextlib.contextmanager
@@ -383,9 +381,6 @@ class _Counter(ModuleObserver):
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
         self._call = self._call or active.call
-        if isinstance(module, Loop) and self._loop is None:
-            num_steps = len(inputs[0]) if active.call is None else active.call.num_steps
-            self._loop = module, num_steps
         self.counts[self.layer]  # in the order of the calls
 
     def _count(self, x: Tensor, operations: Operations | None) -> None:
@@ -394,15 +389,15 @@ class _Counter(ModuleObserver):
         if operations is None:
             self.unknown[self.layer] = None
         else:
-            once = self._loop is None and active.call is not self._spiking and _is_constant(x)
-            self._add(self.layer, operations, once)
+            self._add(self.layer, operations, active.call is not self._spiking and _is_constant(x))
 
     def _add(self, name: str, operations: Operations, once: bool = False) -> None:
         """Add the operations of all steps, or of one step if they are needed `once`."""
-        share = 1 / (self._loop[1] if self._loop else _num_steps())
+        repeats = 1 if active.call is None else active.call.repeats
+        share = 1 / (_num_steps() * repeats)
         one_step = Operations(*(share * number for number in operations))
         total = one_step
-        if not once:
+        if not once or repeats > 1:
             total = operations._replace(dense=one_step.dense, outputs=one_step.outputs)
         counts = self.counts[name]
         counts.operations = counts.operations.plus(total)
@@ -423,8 +418,6 @@ class _Counter(ModuleObserver):
         return results
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        if self._loop and module is self._loop[0]:
-            self._loop = None
         if not isinstance(module, EventLinear) or module.activity is None:
             return
         name, read = self.names[module], module.activity

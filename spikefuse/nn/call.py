@@ -42,6 +42,7 @@ class TemporalCall:
         network: that is called.
         modules: of the network that is called, itself first; empty if they are not known.
         policy: what layers save for backward; None for `Recompute()`.
+        repeats: how many such calls a `Loop` makes.
     """
 
     num_steps: int
@@ -55,6 +56,7 @@ class TemporalCall:
     network: nn.Module | None = None
     modules: Sequence[nn.Module] = ()
     policy: Policy | None = None
+    repeats: int = 1
 
     @property
     def has_states(self) -> bool:

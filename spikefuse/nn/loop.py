@@ -136,13 +136,14 @@ class Loop(OnSequences):
             names = dict(zip(map(id, layers.values()), layers, strict=True))
             called_inside.update(layers.values())
         batch, finals, steps, outer = x.shape[1], dict[str, States](), [], active.call
-        impl, policy = ("auto", None) if outer is None else (outer.impl, outer.policy)
+        impl, policy, repeats = "auto", None, len(x)
+        if outer is not None:
+            impl, policy, repeats = outer.impl, outer.policy, len(x) * outer.repeats
         last = last or tuple(x.new_zeros(batch, *shape) for shape in self.shapes)
         for now in x.unbind(0):
             initial = {**states, **finals} or None
-            call = TemporalCall(
-                1, names, batch, impl=impl, initial=initial, final=True, policy=policy
-            )
+            call = TemporalCall(1, names, batch, impl, initial, True, policy=policy)
+            call.repeats = repeats
             with inside(call):
                 try:
                     found = self.body(now, *last)

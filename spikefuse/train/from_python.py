@@ -98,6 +98,7 @@ def _registered(builder: Builder) -> str:
         raise ConfigError(f"model is {builder!r:.80}, which has no name: define a function")
     name = f"{builder.__module__}:{builder.__qualname__}"
     own.REGISTRIES["model"][name] = builder
+    own.imported.discard(name)
     return name
 
 

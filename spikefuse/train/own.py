@@ -27,6 +27,8 @@ from spikefuse.train.fields import ConfigError
 
 # What `register` adds to, by the name of the setting.
 REGISTRIES: dict[str, dict[str, Any]] = {"model": MODELS, "dataset": DATASETS}
+# The names that it has added, of modules that a user may import anew.
+imported: set[str] = set()
 BUILDER = "a builder, called as builder(neuron, in_channels, num_classes, size)"
 ROWS = 1024  # of series that are checked at once, since they may be in a file
 DATASET = "a spikefuse.data.Dataset(shape, classes, read)"
@@ -38,7 +40,8 @@ def is_reference(name: Any) -> bool:
 
 
 def register(setting: str, name: Any) -> None:
-    """Import the model or dataset `name` into the registry of `setting`, unless it is there.
+    """Import the model or dataset `name` into the registry of `setting`, unless it is there by
+    other means.
 
     Names that are neither references nor entry points are left to the check of the setting.
 
@@ -46,7 +49,7 @@ def register(setting: str, name: Any) -> None:
         ConfigError: it cannot be imported, or is neither a builder nor a `Dataset`.
     """
     registry = REGISTRIES[setting]
-    if not isinstance(name, str) or name in registry:
+    if not isinstance(name, str) or (name in registry and name not in imported):
         return
     reference = name
     if not is_reference(name):
@@ -57,6 +60,7 @@ def register(setting: str, name: Any) -> None:
     found = import_attribute(setting, reference)
     check(setting, reference, found)
     registry[name] = found
+    imported.add(name)
 
 
 def check(setting: str, name: str, found: Any) -> None:

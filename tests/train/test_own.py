@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import sys
@@ -16,6 +17,7 @@ from PIL import Image
 
 import spikefuse as sf
 from spikefuse.data import DATASETS, DataError, Dataset, Frames, Series
+from spikefuse.models import MODELS
 from spikefuse.train import ConfigError, TrainConfig, own, predict, recipe
 from spikefuse.train.batches import load_examples
 
@@ -250,6 +252,17 @@ def test_a_builder_with_neurons_of_its_own(
         model = "--model", f"my_code:{name}"
         assert spikefuse(*TRAIN, *model, "--dataset", "my_code:shapes", "--epochs", "1") == 0
         assert f"\n{shown}" in capsys.readouterr().out
+
+
+def test_a_module_that_is_imported_anew(here: Path) -> None:
+    sys.path.insert(0, str(here))
+    for size in (3, 5):
+        code = f"import torch.nn as nn\ndef net(*_):\n    return nn.Linear(4, {size})\n"
+        (here / "my_broken.py").write_text(code)
+        sys.modules.pop("my_broken", None)
+        importlib.invalidate_caches()
+        own.register("model", "my_broken:net")
+        assert MODELS["my_broken:net"]().out_features == size
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
