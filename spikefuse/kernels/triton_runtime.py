@@ -11,9 +11,8 @@ Names that Triton does not document are used here only. Other versions get what 
 - `knobs.runtime.launch_enter_hook` and `launch_exit_hook`: profilers see all launches.
 - `driver.active.get_current_stream`: PyTorch's current stream as a number, without an object for
   it. In public: `torch.cuda.current_stream`.
-- `kernel.warmup`, `driver.active.launcher_cls` (3.6), `get_current_target` and
-  `cache.triton_key`: kernels are compiled on threads before they are needed. In public: the first
-  launch compiles.
+- `kernel.warmup`, `driver.active.get_current_target` and `cache.triton_key`: kernels are compiled
+  on threads before they are needed. In public: the first launch compiles.
 - `code_generator.warnings` (before 3.8): these versions change the filters of all threads.
 """
 
@@ -22,7 +21,6 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -102,13 +100,7 @@ class TritonLaunch:
     def _compile(self, kinds: Sequence[Any]) -> None:
         _prepare()
         with self.lock, torch.cuda.device(self.device):
-            compiled = self.kernel.warmup(*kinds, *self.integers, grid=self.grid, **self.options)
-            if compiled is None or _triton_version() >= (3, 7) or compiled in _launchable:
-                return
-            # These versions compile C code to start a variant, else at its first launch, and find
-            # it in their cache there.
-            _driver().active.launcher_cls(compiled.src, compiled.metadata)
-            _launchable.add(compiled)
+            self.kernel.warmup(*kinds, *self.integers, grid=self.grid, **self.options)
 
     def __call__(
         self,
@@ -150,11 +142,11 @@ class TritonLaunch:
 
     def _first_launch(self, arguments: Sequence[Any]) -> Any:
         _prepare()
-        with self.lock:
+        with _first_launches, self.lock:
             compiled = self._dispatch(arguments)
-        if self.tight and torch.version.cuda is not None and compiled is not None:  # noqa: SIM102
-            if REGISTER_LIMIT < getattr(compiled, "n_regs", 0) <= MAX_REGISTERS:
-                return self._dispatch(arguments, maxnreg=REGISTER_LIMIT)
+            is_limited = self.tight and torch.version.cuda is not None
+            if is_limited and REGISTER_LIMIT < getattr(compiled, "n_regs", 0) <= MAX_REGISTERS:
+                compiled = self._dispatch(arguments, maxnreg=REGISTER_LIMIT)
         return compiled
 
     def _dispatch(self, arguments: Sequence[Any], **options: int) -> Any:
@@ -269,8 +261,9 @@ def _prepare() -> None:
 
 #: Without a lock, each thread that compiles a first kernel would hash Triton's files.
 _preparing = threading.Lock()
-#: Variants whose C code is compiled; `Any` is Triton's CompiledKernel.
-_launchable: weakref.WeakSet[Any] = weakref.WeakSet()
+#: Until version 3.6, Triton loads C code to start a variant, of which Python has one module of this
+#: name: if two threads load some at the same time, one may get the code of the other.
+_first_launches = threading.Lock()
 #: By kernel. Without a lock, two threads would compile the same variant.
 _locks: dict[Any, threading.Lock] = {}
 
