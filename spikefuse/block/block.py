@@ -136,9 +136,7 @@ def scan(
     """
     inputs, states, *_, passing = arguments
     backend, passing = backend_of(inputs, wanted.impl), state_passing_of(norms[0], passing)
-    kind = Kind(len(inputs) > 1, by_batch(norms[0]), len(norms) > 1)
-    if not kind.by_batch:
-        kind = kind._replace(eps=eps_of_step(backend, [(n.weight, n.bias, n.eps) for n in norms]))
+    kind = kind_of(norms, len(inputs), backend)
     alone = kind.by_batch and (passing is None or passing.statistics is None)
     check_inputs(neuron, NAMES[: len(inputs)], inputs, states, backend)
     check_norms(norms, neuron, inputs[0], backend, alone)
@@ -174,6 +172,14 @@ def scan(
     if wanted.bits:
         mark_binary(results)
     return results
+
+
+def kind_of(norms: Sequence[BatchNorm], num_inputs: int, backend: str) -> Kind:
+    """What a block of norms computes in the present mode of gradients."""
+    kind = Kind(num_inputs > 1, by_batch(norms[0]), len(norms) > 1)
+    if kind.by_batch:
+        return kind
+    return kind._replace(eps=eps_of_step(backend, [(n.weight, n.bias, n.eps) for n in norms]))
 
 
 def _prepare(

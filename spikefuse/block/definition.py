@@ -15,8 +15,7 @@ from spikefuse.neurons.definition import Neuron, cached_class, call_step
 NORM_VALUES = ("mean", "scale", "shift")
 #: Those of the residual's norm, if it has one. Its shift is added to `shift`.
 RESIDUAL_VALUES = ("residual_mean", "residual_scale")
-#: In place of these, where a step computes the scales; with "residual_" before each for the second
-#: norm.
+#: Values of a norm whose scale the step computes; those of the residual's begin with "residual_".
 RUNNING_VALUES = ("mean", "variance", "weight", "shift")
 #: The scales of both norms.
 SCALES = (NORM_VALUES[1], RESIDUAL_VALUES[1])

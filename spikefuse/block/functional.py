@@ -164,7 +164,7 @@ def eps_of_step(backend: str, norms: Sequence[Affine]) -> tuple[float, ...]:
         return ()
     if any(weight is None or bias is None for weight, bias, _ in norms):
         return ()
-    return tuple(eps for *_, eps in norms)
+    return tuple(float(eps) for *_, eps in norms)
 
 
 def reserve_counters(backend: str, device: torch.device) -> None:

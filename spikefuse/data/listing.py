@@ -55,8 +55,8 @@ def list_files(
     found = [[name for name in names if name.lower() in part] for part in PARTS]
     places = [folder / part[0] for part in found if part]
     beside = ", ".join(name for name in names if folder / name not in places)
-    if not places or (beside and (not found[0] or (folder / TABLES[0][0]).is_file())):
-        places = [folder]  # folders of other names are classes
+    if not places or (beside and not found[0]) or (folder / TABLES[0][0]).is_file():
+        places = [folder]  # a table names the files, or folders of other names are classes
     elif beside:
         parts_found = ", ".join(place.name for place in places)
         raise DataError(
@@ -123,10 +123,11 @@ def _read_table(
     try:
         for number, row in enumerate(csv.reader(text.splitlines(), delimiter=delimiter), 1):
             cells, at = [cell.strip() for cell in row], f"{path}, line {number}"
-            if number == 1 and "file" in cells:
-                if "label" not in cells:
+            names = [cell.lower() for cell in cells]
+            if number == 1 and "file" in names and not (folder / cells[0]).is_file():
+                if "label" not in names:
                     raise DataError(f"{at}: expected a column label among {', '.join(cells)}")
-                columns = cells.index("file"), cells.index("label")
+                columns = names.index("file"), names.index("label")
                 continue
             name, label = (cells[i] if i < len(cells) else "" for i in columns)
             file = folder / name

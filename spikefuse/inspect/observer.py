@@ -17,10 +17,10 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from spikefuse._torch import dynamo_is_imported
 from spikefuse.block import block
-from spikefuse.block.definition import Kind
+from spikefuse.block.block import kind_of
 from spikefuse.block.program import prepare_block
 from spikefuse.compiler import UnsupportedOperation
-from spikefuse.kernels.norm import BatchNorm, by_batch
+from spikefuse.kernels.norm import BatchNorm
 from spikefuse.memory.policies import Policy
 from spikefuse.memory.saved_tensors import SavedTensors
 from spikefuse.neurons.definition import Neuron
@@ -281,16 +281,16 @@ def _recorded(
     )
 
 
-@torch.no_grad()
 def _program_of(
     neuron: Neuron, norms: Sequence[BatchNorm], inputs: Sequence[Tensor], wanted: Wanted
 ) -> str | None:
     if wanted.impl == "reference":
         return None
-    if not norms:
-        return choose(neuron, inputs[0], wanted)[0]
-    kind = Kind(len(inputs) > 1, by_batch(norms[0]), len(norms) > 1)
-    return prepare_block(neuron, wanted.impl, kind, wanted.outputs).name
+    kind = kind_of(norms, len(inputs), wanted.impl) if norms else None
+    with torch.no_grad():
+        if kind is None:
+            return choose(neuron, inputs[0], wanted)[0]
+        return prepare_block(neuron, wanted.impl, kind, wanted.outputs).name
 
 
 def _sum(norms: Sequence[BatchNorm], inputs: Sequence[Tensor]) -> Tensor:

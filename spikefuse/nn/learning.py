@@ -7,7 +7,7 @@ neurons. So backward goes through the pieces of the graph one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ class Cut(NamedTuple):
         outputs: the same without a graph, as later layers read them.
         sources: of its inputs, and their traces before the call.
         versions: of these traces.
-        update: overwrites them by those after the call.
+        update: the arguments by which `_update` overwrites them; None if that is done.
     """
 
     received: list[Tensor]
@@ -54,7 +54,7 @@ class Cut(NamedTuple):
     outputs: list[Tensor]
     sources: list[tuple[Source, Trace]]
     versions: list[int]
-    update: Callable[[], None] | None
+    update: tuple[Any, ...] | None
 
 
 class Learning(Observer):
@@ -202,14 +202,14 @@ class Learning(Observer):
         results = scan_neuron(definition, Arguments([*leaves[:num], *twins], first), wanted)
         traces = self._traces_before(name, len(sources))
         pairs = [*zip(sources, traces, strict=True)]
-        update = None
+        update: tuple[Any, ...] | None = None
         if self.layers is not None and wanted.final:
-            update = partial(self._update, name, pairs, results.finals, leaves, flow)
+            update = name, pairs, results.finals, leaves, flow
             if self.in_place and any(traces):
                 self.traces_after[name] = traces
                 self.pending.add(name)
             else:
-                update(in_place=False)
+                self._update(False, *update)
                 update = None
         outputs = [*map(self._hide, results.outputs)]
         cut = Cut(
@@ -220,12 +220,12 @@ class Learning(Observer):
 
     def _update(
         self,
+        in_place: bool,
         name: str,
         sources: list[tuple[Source, Trace]],
         finals: Sequence[Tensor],
         leaves: list[Tensor],
         flow: list[StateFlow],
-        in_place: bool = True,
     ) -> None:
         """Compute the traces of a neuron after the call."""
         derivatives = differentiate(finals, leaves)
@@ -269,7 +269,10 @@ class Learning(Observer):
     def joined(self, values: list[Any]) -> list[Any]:
         """Return the outputs of the network with one node of a graph in place of the pieces."""
         self.roots = [y for y in values if isinstance(y, Tensor) and y.requires_grad]
-        if not (self.cuts and self.roots):
+        if not (self.cuts and self.roots):  # no backward pass will follow
+            for cut in self.cuts:
+                if cut.update is not None:
+                    self._update(True, *cut.update)
             return values
         pieces = [*self.roots, *(x for cut in self.cuts for x in (*cut.results, *cut.received))]
         self.parameters, _ = self._split(_leaves_of(pieces))
@@ -306,9 +309,9 @@ class Learning(Observer):
             totals.add(cut.received[: len(instant)], instant, hidden)
             if _versions(cut.sources) != cut.versions:
                 raise RuntimeError(
-                    "the traces of the state that a call of Online has received were overwritten "
-                    "before its backward pass: call backward() on its outputs before that of "
-                    "another call with this state, or use in_place=False"
+                    "the traces of the state that a call of Online has received were changed in "
+                    "place before its backward pass: call backward() on its outputs before that of "
+                    "another call with this state"
                 )
             for source, trace in cut.sources:
                 with torch.enable_grad():
@@ -316,7 +319,7 @@ class Learning(Observer):
                 totals.add(functions, found, _leaves_of(functions))
             del through, instant  # before the update, which is as large
             if cut.update is not None:
-                cut.update()
+                self._update(True, *cut.update)
         return totals
 
 

@@ -142,8 +142,9 @@ class Loop(OnSequences):
         last = last or tuple(x.new_zeros(batch, *shape) for shape in self.shapes)
         for now in x.unbind(0):
             initial = {**states, **finals} or None
-            call = TemporalCall(1, names, batch, impl, initial, True, policy=policy)
-            call.repeats = repeats
+            call = TemporalCall(
+                1, names, batch, impl, initial, final=True, policy=policy, repeats=repeats
+            )
             with inside(call):
                 try:
                     found = self.body(now, *last)

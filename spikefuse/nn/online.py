@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,19 @@ RULES = ("bptt", "sltt", "ottt", "e-prop", "d-rtrl")
 FEEDBACKS = ("symmetric", "random", "adaptive")
 
 
+@dataclass(eq=False)
+class Pending:
+    """Whether the traces of a state are up to date.
+
+    Attributes:
+        names: of the neurons whose traces are not.
+        traces: of the state, if a backward pass overwrites them; None if not.
+    """
+
+    names: set[str]
+    traces: dict[str, list[Trace]] | None
+
+
 class OnlineState(NamedTuple):
     """What an `Online` carries from one part of a sequence to the next.
 
@@ -29,14 +43,13 @@ class OnlineState(NamedTuple):
         states: of the neurons, in the form of `Temporal`.
         traces: the eligibility traces by neuron, for each source of parameters and each state.
         rule: of the `Online`.
-        pending: the neurons whose traces are not those after the part: a backward pass has yet to
-            update them, or another call has taken them; see `in_place`.
+        pending: which traces are out of date; see `in_place`.
     """
 
     states: dict[str, States]
     traces: dict[str, list[Trace]]
     rule: str
-    pending: set[str]
+    pending: Pending
 
 
 class Online(nn.Module):
@@ -91,9 +104,9 @@ class Online(nn.Module):
             its weight; "random", by a fixed random matrix; "adaptive", by a matrix that receives
             the gradient of the weight, and so approaches it if the optimizer has weight decay. The
             layer must be the last one of its kind to run.
-        in_place: let `backward()` overwrite the traces of the state that a call has received, so
-            that there is one copy of them. Then backward must run on the outputs of each part
-            before the next one, except under `torch.no_grad()`, and a state serves one call.
+        in_place: let `backward()` overwrite the traces of the state that a call has received, in
+            place of holding those before and after a part. Then call it on the outputs of each part
+            before the next one, except under `torch.no_grad()`, and pass each state to one call.
 
     Call: as of `Temporal`.
 
@@ -102,7 +115,7 @@ class Online(nn.Module):
         return_state: also return the state after these steps, an `OnlineState`.
 
     Raises:
-        RuntimeError: with `in_place`, the traces of the state are not those after its part.
+        RuntimeError: with `in_place`, the traces of the state are out of date, or were replaced.
         TypeError, ValueError: an argument is not as described; the network has a layer that sees
             all time steps, an `EventLinear` or a `Block`, or a neuron that the rule cannot change,
             see above; `spikefuse.record` with `grad=True` is around a call by a rule other than
@@ -176,13 +189,8 @@ class Online(nn.Module):
                 f"rule '{self.rule}' differentiates neurons for the traces that return_state=True "
                 "returns, which torch.inference_mode() prevents: use torch.no_grad()"
             )
-        if has_traces and state is not None and state.pending:
-            raise RuntimeError(
-                f"the traces of neuron '{min(state.pending)}' in state are not those after its "
-                "part: with in_place=True, call backward() on the outputs of each part before the "
-                "next one, and pass the state that the last call has returned; or use "
-                "in_place=False"
-            )
+        if has_traces and state is not None:
+            _check_pending(state)
         with self._broadcast():
             if self.rule == "bptt" or not (torch.is_grad_enabled() or has_traces):
                 found = self.net(*inputs, **options, **kwargs)
@@ -198,8 +206,9 @@ class Online(nn.Module):
         y, states = found
         detached = {name: tuple(s.detach() for s in own) for name, own in states.items()}
         if state is not None:
-            state.pending.update(pending)  # its traces are those of the new state from here on
-        return y, OnlineState(detached, traces, self.rule, pending)
+            state.pending.names.update(pending)  # from here on, backward may overwrite its traces
+        overwritten = traces if self.in_place else None
+        return y, OnlineState(detached, traces, self.rule, Pending(pending, overwritten))
 
     def _learn(self, learning: Learning, inputs: Any, kwargs: Any, options: dict[str, Any]) -> Any:
         args, kwargs = map_tensors(learning.leaf, (inputs, kwargs))
@@ -246,6 +255,24 @@ class Online(nn.Module):
                 f"nn.Linear of the network, but {found}: register the layers in the order in which "
                 "they run, or use feedback='symmetric'"
             )
+
+
+def _check_pending(state: OnlineState) -> None:
+    """Raise a RuntimeError if the traces of a state are out of date."""
+    names, overwritten = state.pending.names, state.pending.traces
+    if names:
+        raise RuntimeError(
+            f"the traces of neuron '{min(names)}' in state are out of date: backward() has not run "
+            "on the outputs that came with this state, or another call has used it. With "
+            "in_place=True, call backward() on the outputs of each part before the next one, or "
+            "run the part under torch.no_grad(), and pass the state that the last call has returned"
+        )
+    if overwritten is not None and overwritten is not state.traces:
+        raise RuntimeError(
+            "the traces of state are not the tensors that backward() has overwritten, but copies "
+            "that may be older: with in_place=True, pass the state as it was returned, and change "
+            "traces in place, after backward()"
+        )
 
 
 class _Broadcast(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -97,8 +98,9 @@ def _registered(builder: Builder) -> str:
     if not hasattr(builder, "__qualname__"):  # such as functools.partial
         raise ConfigError(f"model is {builder!r:.80}, which has no name: define a function")
     name = f"{builder.__module__}:{builder.__qualname__}"
+    if getattr(sys.modules.get(builder.__module__), builder.__qualname__, None) is not builder:
+        own.imported.discard(name)  # its name stands for another one
     own.REGISTRIES["model"][name] = builder
-    own.imported.discard(name)
     return name
 
 

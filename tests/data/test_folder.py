@@ -302,6 +302,7 @@ def test_labels_in_a_table(tmp_path: Path) -> None:
     ("header", "row"),
     [
         (["file,camera,label"], "{0},left,{1}"),
+        (["File,Label"], "{0},{1}"),
         (["label, file, camera"], "{1}, {0}"),
         ([], "{0}, {1} ,left"),
     ],
@@ -312,6 +313,25 @@ def test_columns_of_a_table(tmp_path: Path, header: list[str], row: str) -> None
     rows = [row.format(path.relative_to(tmp_path), path.parent.name) for path in paths]
     (tmp_path / "labels.csv").write_text("\n".join([*header, *rows]))
     assert data.image_folder(tmp_path, size=8).classes == ("cat", "dog", "fox")
+
+
+def test_a_table_beside_parts(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        write_photos(tmp_path / part, 5)
+    paths = tmp_path.glob("*/*/*")
+    rows = [f"{path.relative_to(tmp_path)},a {path.parent.name}" for path in paths]
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    assert data.image_folder(tmp_path, size=8).classes == ("a cat", "a dog", "a fox")
+
+
+def test_a_class_named_file_in_the_first_row(tmp_path: Path) -> None:
+    write_photos(tmp_path, 5)
+    paths = tmp_path.glob("*/*")
+    rows = [
+        f"{path.relative_to(tmp_path)},{('file', 'other')[i % 2]}" for i, path in enumerate(paths)
+    ]
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    assert data.image_folder(tmp_path, size=8).classes == ("file", "other")
 
 
 def test_a_table_without_labels(tmp_path: Path) -> None:

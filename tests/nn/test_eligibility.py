@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -166,5 +168,42 @@ def test_backward_after_another_has_overwritten_the_traces():
     learner, state = after_one_part()
     late = learner(torch.ones(2, 2, 6).double(), state=state, impl="reference")
     run_part(learner, 1, state)[0].sum().backward()
-    with pytest.raises(RuntimeError, match="overwritten before its backward pass"):
+    with pytest.raises(RuntimeError, match="changed in place before its backward pass"):
         late.sum().backward()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_traces_that_are_replaced(when):
+    """A state that is built anew before backward may hold tensors that backward has replaced."""
+    learner, state = learner_in_place(sf.ALIF(0.9)), None
+    for i in range(2):
+        y, state = run_part(learner, i, state)
+        traces = {name: [[*trace] for trace in own] for name, own in state.traces.items()}
+        if when == "before":
+            state = state._replace(traces=traces)
+        y.sum().backward()
+        if when == "after":
+            state = state._replace(traces=traces)
+        with pytest.raises(RuntimeError, match="with in_place=True, pass the state as it was"):
+            run_part(learner, 2, state)
+        state = state._replace(traces=state.pending.traces)
+
+
+def test_a_call_without_backward_frees_its_graph():
+    learner, state = after_one_part()
+    y, state = run_part(learner, 1, state)
+    trace = weakref.ref(tensors_of(state)[0])
+    gc.disable()
+    try:
+        del y, state
+        assert trace() is None
+    finally:
+        gc.enable()
+
+
+def test_parts_whose_outputs_need_no_backward():
+    learner, state = after_one_part()
+    net = learner.net.net
+    net[2].register_forward_hook(lambda layer, inputs, y: y.detach())
+    _, state = run_part(learner, 1, state)
+    run_part(learner, 2, state)

@@ -18,7 +18,7 @@ from PIL import Image
 import spikefuse as sf
 from spikefuse.data import DATASETS, DataError, Dataset, Frames, Series
 from spikefuse.models import MODELS
-from spikefuse.train import ConfigError, TrainConfig, own, predict, recipe
+from spikefuse.train import ConfigError, TrainConfig, from_python, own, predict, recipe
 from spikefuse.train.batches import load_examples
 
 Spikefuse = Callable[..., int]
@@ -263,6 +263,13 @@ def test_a_module_that_is_imported_anew(here: Path) -> None:
         importlib.invalidate_caches()
         own.register("model", "my_broken:net")
         assert MODELS["my_broken:net"]().out_features == size
+        module = sys.modules["my_broken"]
+        assert from_python._registered(module.net) == "my_broken:net"
+    own_function = lambda *_: None  # noqa: E731
+    own_function.__module__, own_function.__qualname__ = "my_broken", "net"
+    from_python._registered(own_function)
+    own.register("model", "my_broken:net")
+    assert MODELS["my_broken:net"] is own_function
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
