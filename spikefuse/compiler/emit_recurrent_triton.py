@@ -96,7 +96,7 @@ class RecurrentTritonEmitter(emit_triton.TritonEmitter):
 
     title = "recurrent {}, forward and backward over all time steps"
     shape, offset = "[BLOCK_B, BLOCK_N]", "at"
-    channel_value = "tl.load({}_ptr + neuron, mask=inside, other=0.0)[None, :]"
+    channel_value = "tl.load({}_ptr + neuron, mask=inside, other=0.0).to(tl.float32)[None, :]"
 
     def functions(self) -> dict[str, Graph]:
         return {"step": self.step.graph, "reverse": self.reverse}

@@ -52,7 +52,7 @@ class TritonEmitter(Variables):
     #: The shape of a block of values, and the offset of its neurons in a step.
     shape, offset = "[BLOCK]", "first + lane"
     #: The value of a parameter with one value per channel.
-    channel_value = "tl.load({}_ptr + channel)"
+    channel_value = "tl.load({}_ptr + channel).to(tl.float32)"
 
     def source(self, kernels: Sequence[str] = KERNELS) -> str:
         parts = [HEADER.format(title=self.title.format(self.step.name)).splitlines()]
@@ -91,7 +91,7 @@ class TritonEmitter(Variables):
     def load_params(self, spread: Sequence[str]) -> list[str]:
         """Load the parameters, and give those in `spread` the shape of a block."""
         lines = [f"{p} = {self.channel_value.format(p)}" for p in self.channel]
-        lines += [f"{p} = tl.load({p}_ptr)" for p in self.tensors]
+        lines += [f"{p} = tl.load({p}_ptr).to(tl.float32)" for p in self.tensors]
         # The interpreter passes Python floats, which are in double precision.
         lines += [f"{p} = tl.full([], {p}, tl.float32)" for p in self.floats]
         # The interpreter cannot combine a condition on a scalar with one on a block.

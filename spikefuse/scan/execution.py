@@ -76,11 +76,12 @@ class Execution:
             return results
         inputs = arguments.inputs if self._inputs_fit else self._conform(arguments.inputs)
         outputs, finals, saved, bits = results[:4]
-        key = len(bits), repair, *map(Tensor.stride, outputs)
+        kinds = *map(_dtype, arguments.params), len(bits), repair
+        key = *kinds, *map(Tensor.stride, outputs)
         launch = self._launches.get(key)
         if launch is None:  # of outputs in this layout, or of others
             outputs = self._fitting(outputs)
-            key = len(bits), repair, *map(Tensor.stride, outputs)
+            key = *kinds, *map(Tensor.stride, outputs)
             variant = Variant(pack=bool(bits), repair=repair)
             sequences = [*inputs, *outputs]
             launch = self._launches.get(key) or self._prepare(
@@ -140,7 +141,7 @@ class Execution:
                     targets.append((sequences[-1], x))
         absent = *incoming.outputs, *incoming.finals, *gradients.inputs, *gradients.params
         missing, has_states = tuple(map(_is_none, absent)), bool(gradients.states)
-        described = *map(Tensor.stride, sequences), *map(_dtype, sequences)
+        described = *map(Tensor.stride, sequences), *map(_dtype, (*sequences, *arguments.params))
         key = variant, missing, has_states, described
         launch = self._launches.get(key)
         if launch is None:
@@ -314,12 +315,18 @@ class Execution:
         return [None if x is None else self.layout.conform_step(x) for x in steps]
 
     def values(self, arguments: Arguments[Tensor]) -> Sequence[float | Tensor]:
-        """Parameters in the order of the kernel, tensors as contiguous float32."""
+        """Parameters in the order of the kernel, tensors contiguous, in dtypes that it reads."""
         params = []
         for p in arguments.params:
-            is_ready = p.dtype is torch.float32 and p.is_contiguous()
+            is_ready = p.dtype in self._readable and p.is_contiguous()
             params.append(p if is_ready else p.detach().float().contiguous())
         return self._in_order((*params, *arguments.scalars))
+
+    @cached_property
+    def _readable(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of parameters that kernels read as float32."""
+        half = (torch.bfloat16, torch.float16) if self.program.backend == "triton" else ()
+        return torch.float32, *half
 
     @cached_property
     def _in_order(self) -> Callable[[tuple[float | Tensor, ...]], tuple[float | Tensor, ...]]:

@@ -181,7 +181,8 @@ def run_recurrent(kernel: Any, operands: Operands) -> None:
         *(_weight_bytes(weight, division) <= RESIDENT_BYTES, unit),
     )
     sequences = [operands.packed, start, *read, *operands.written]
-    dtypes = tuple([None if x is None else x.dtype for x in sequences])
+    given = *sequences, *operands.params
+    dtypes = tuple([x.dtype if isinstance(x, Tensor) else None for x in given])
     launch = _recurrent_launch(kernel, grid, integers, device, dtypes)
     launch(sequences, operands.steps, [*operands.sums, counters], operands.params)
 

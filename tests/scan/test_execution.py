@@ -201,3 +201,23 @@ def test_kernels_compiled_ahead_are_those_launched(dtype, monkeypatch):
     assert len(ahead) == 2
     assert ahead == asked["__call__"]
     assert not made.is_new
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(), (6,)])
+def test_parameters_in_half_precision(shape, dtype, backends):
+    """Kernels read them as float32, those of Triton without a copy; they may change."""
+    x, neuron = make_input((20, 2, 6), dtype, backends.device), sf.LIF()
+    decay = (0.5 + torch.arange(6) / 16)[: 6 if shape else 1].view(shape).to(backends.device)
+    for impl in backends.impls:
+        found = []
+        for kind in (dtype, torch.float32, dtype):
+            neuron.decay = nn.Parameter(decay.to(kind))
+            leaf = x.clone().requires_grad_()
+            y, (v,) = neuron(leaf, return_state=True, impl=impl)
+            gradients = torch.autograd.grad((y * x).sum() + v.sum(), [leaf, neuron.decay])
+            found.append([y, v, *(g.to(dtype) for g in gradients)])
+        assert all(map(torch.equal, found[0] + found[2], found[1] + found[1]))
+        arguments = Arguments([x], params=[neuron.decay], scalars=[1.0, 0.0, 4.0])
+        values = execution(x, neuron=neuron, backend=impl).values(arguments)
+        assert any(value is neuron.decay for value in values) == (impl == "triton")
