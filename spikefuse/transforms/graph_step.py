@@ -228,7 +228,8 @@ class GraphStep(Generic[P, R]):
         modules: list[nn.Module] = []
         for root in roots:
             modules += self._listed.setdefault(root, Modules()).of(root)[0]
-        tensors = tensors_of(modules)
+        # Buffers that a step computes with gradients, such as states, are new in each call.
+        tensors = [x for x in tensors_of(modules) if x.is_leaf]
         tensors += [x for o in optimizers for group in o.param_groups for x in group["params"]]
         held = [*tensors, *(o.state for o in optimizers)]
         places = [*map(id, held)], [x.data_ptr() for x in tensors]

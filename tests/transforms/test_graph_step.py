@@ -617,3 +617,33 @@ def test_a_schedule_of_the_momentum(fake_cuda):
     with pytest.warns(UserWarning, match="OneCycleLR with cycle_momentum=False"):
         loop()
     assert step.num_replays == 0
+
+
+class States(torch.nn.Module):
+    """A neuron of another library, whose state is a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 4)
+        self.register_buffer("state", torch.zeros(4))
+
+    def forward(self, x):
+        self.state = torch.zeros(4)
+        for now in x:
+            self.state = 0.5 * self.state + self.layer(now)
+        return self.state
+
+
+def test_states_that_are_buffers(fake_cuda):
+    net = States()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    @sf.graph_step
+    def step(x):
+        optimizer.zero_grad()
+        net(x).sum().backward()
+        optimizer.step()
+
+    for _ in range(6):
+        step(torch.ones(2, 5, 3))
+    assert step.num_replays > 0
