@@ -15,7 +15,8 @@ from spikefuse.neurons.definition import Neuron, cached_class, call_step
 NORM_VALUES = ("mean", "scale", "shift")
 #: Those of the residual's norm, if it has one. Its shift is added to `shift`.
 RESIDUAL_VALUES = ("residual_mean", "residual_scale")
-#: Values of a norm whose scale the step computes; those of the residual's begin with "residual_".
+#: The values of a norm if the step computes its scale. Names of the residual's norm begin with
+#: "residual_".
 RUNNING_VALUES = ("mean", "variance", "weight", "shift")
 #: The scales of both norms.
 SCALES = (NORM_VALUES[1], RESIDUAL_VALUES[1])

@@ -8,7 +8,7 @@ unbiased variance, and `spikefuse::block` runs a block in training.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,17 +109,17 @@ def run_block(
     by_batch, computes_scales, rebuilds, order = traits(program)
     inputs, states, own, _, scalars, passing = arguments
     wanted = wanted._replace(save=wanted.save or not rebuilds)
-    if computes_scales:
-        vectors = [x for n in norms for x in (n.mean, n.variance, n.weight, n.bias)]
-        params = [x for i in order if (x := [*vectors, *own][i]) is not None]
-        return op.run(program, Arguments(inputs, states, params, (), scalars, passing), wanted)
-    shift = shift_of(norms, inputs[0])
     if not by_batch:
-        maps = [value for norm in norms for value in _mean_and_scale(norm)]
-        values = *maps[:2], shift, *maps[2:], *own
+        values: list[Any]
+        if computes_scales:
+            values = [x for n in norms for x in (n.mean, n.variance, n.weight, n.bias)]
+        else:
+            maps = [value for norm in norms for value in _mean_and_scale(norm)]
+            values = [*maps[:2], shift_of(norms, inputs[0]), *maps[2:]]
+        values += own
         params = [values[i] for i in order]
         return op.run(program, Arguments(inputs, states, params, (), scalars, passing), wanted)
-    prologue, number = [shift], None
+    prologue, number = [shift_of(norms, inputs[0])], None
     for norm in norms:
         assert norm.statistics is not None
         prologue.append(norm.statistics.values)

@@ -123,11 +123,11 @@ def _read_table(
     try:
         for number, row in enumerate(csv.reader(text.splitlines(), delimiter=delimiter), 1):
             cells, at = [cell.strip() for cell in row], f"{path}, line {number}"
-            names = [cell.lower() for cell in cells]
-            if number == 1 and "file" in names and not (folder / cells[0]).is_file():
-                if "label" not in names:
+            header = [cell.lower() for cell in cells] if number == 1 else []
+            if "file" in header and not (folder / cells[0]).is_file():
+                if "label" not in header:
                     raise DataError(f"{at}: expected a column label among {', '.join(cells)}")
-                columns = names.index("file"), names.index("label")
+                columns = header.index("file"), header.index("label")
                 continue
             name, label = (cells[i] if i < len(cells) else "" for i in columns)
             file = folder / name

@@ -62,7 +62,7 @@ class Learning(Observer):
 
     Attributes:
         traces: by neuron, before the call; None for a whole sequence, which needs none.
-        traces_after: the same after the call; those of `pending` are `traces` until backward.
+        traces_after: by neuron, after the call; until backward, `traces` for those of `pending`.
         in_place: whether backward overwrites `traces`.
         pending: the neurons whose traces backward has yet to update.
         matrix: that learns in place of the weight of the last linear layer, if any.
@@ -310,7 +310,7 @@ class Learning(Observer):
             if _versions(cut.sources) != cut.versions:
                 raise RuntimeError(
                     "the traces of the state that a call of Online has received were changed in "
-                    "place before its backward pass: call backward() on its outputs before that of "
+                    "place before its backward pass: call backward() on its outputs first, before "
                     "another call with this state"
                 )
             for source, trace in cut.sources:

@@ -3,10 +3,10 @@
 Outputs are `[T, B, N]`: T steps, B samples and N neurons, one per class unless stated otherwise;
 targets are class indices `[B]`, integers, or class probabilities `[B, N]`, such as those that
 `data.mixup` and `data.cutmix` return. With probabilities p, the desired value of a neuron is
-`p correct + (1 - p) incorrect`. Cross-entropies leave out samples of class -100, as those of
-PyTorch do. Each loss is a scalar, a mean over the batch, and computed in
-float32, or in float64 for outputs in float64. For class weights or other reductions, call
-`torch.nn.functional.cross_entropy` on the same arguments.
+`p correct + (1 - p) incorrect`. Cross-entropies ignore samples of class -100, as in PyTorch. Each
+loss is a scalar, a mean over the batch, and computed in float32, or in float64 for outputs in
+float64. For class weights or other reductions, call `torch.nn.functional.cross_entropy` on the same
+arguments.
 
 Of padded sequences, `lengths` `[B]` are the numbers of steps, integers from 1 to T. Each sample
 then has the loss of its own steps: in its equation, T is its length.

@@ -209,7 +209,7 @@ def _introduction(module: TrainingModule, examples: DataModule, device: torch.de
     kinds = {"images": f"{config.encoding} encoding", "events": "frames", "series": "values"}
     encoding = kinds[config.data.kind]
     names = ""
-    if config.data.describe is not None:  # those of folders, which may not be meant as classes
+    if config.data.describe is not None:  # of a folder, in which others may lie than classes
         count, first = len(config.data.classes), ", ".join(config.data.classes[:5])
         names = f"{count:,} classes ({first}{', ...' * (count > 5)}), "
     obstacle = config.graph_obstacle(device, processes.count)

@@ -206,7 +206,7 @@ def test_kernels_compiled_ahead_are_those_launched(dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(), (6,)])
 def test_parameters_in_half_precision(shape, dtype, backends):
-    """Kernels read them as float32, those of Triton without a copy; they may change."""
+    """Numba's kernels read a copy in float32, and Triton's convert what they read."""
     x, neuron = make_input((20, 2, 6), dtype, backends.device), sf.LIF()
     decay = (0.5 + torch.arange(6) / 16)[: 6 if shape else 1].view(shape).to(backends.device)
     for impl in backends.impls:
