@@ -9,7 +9,8 @@
 `time`: forward and backward of a network of two layers of LIF neurons and a linear readout, by each
 rule and by backpropagation through time. SpikingJelly's loops are its nodes for SLTT and OTTT, one
 backward pass in each step, as its documentation says. Gradients of the second layer must agree with
-ours; its OTTT has no trace of the input of the network.
+ours; its OTTT has no trace of the input of the network. The same for one layer of recurrent ALIF
+neurons, also in parts of 100 steps, whose gradients must agree with those of the whole sequence.
 
 `memory`: peak bytes beyond those before a run, and time, for sequences of several lengths. On a CPU
 the bytes come from PyTorch's profiler, which sees all allocations of tensors.
@@ -59,6 +60,7 @@ from spikefuse.data.files import default_directory
 
 BPTT, *RULES = ALL = ("bptt", "sltt", "ottt", "e-prop", "d-rtrl")
 DECAY, WIDTH = 0.9, 4.0
+PART = 100  # steps
 JELLY = "SpikingJelly loop"
 
 
@@ -108,41 +110,65 @@ def network(widths: tuple[int, ...], reset: str = "soft", seed: int = 0) -> sf.T
 
 
 def times(args: argparse.Namespace) -> Cases:
-    device = torch.device(args.device)
+    device, N = torch.device(args.device), args.hidden
     T = args.T or (1000 if device.type == "cuda" else 100)
-    widths = (args.hidden, args.hidden, args.hidden, 10)
-    x = torch.bernoulli(torch.full((T, args.batch, args.hidden), 0.1)).to(device)
+    x = torch.bernoulli(torch.full((T, args.batch, N), 0.1)).to(device)
     grad = torch.randn(T, args.batch, 10).to(device)
-    net = network(widths).to(device)
-    about = {"T": T, "B": args.batch, "N": args.hidden}
+    about = {"T": T, "B": args.batch, "N": N}
     timing = Timing.of(args, whole_steps=True)
 
-    def step(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def step(call: Callable[[Tensor], Tensor], net: nn.Module) -> list[Tensor]:
         return [*torch.autograd.grad(call(x), [*net.parameters()], grad)]
 
-    def case(rule: str) -> Record:
+    def in_parts(learner: sf.Online, net: nn.Module) -> list[Tensor]:
+        totals, state = [torch.zeros_like(p) for p in net.parameters()], None
+        for now, error in zip(x.split(PART), grad.split(PART), strict=True):
+            y, state = learner(now, state=state, return_state=True)
+            torch._foreach_add_(totals, torch.autograd.grad(y, [*net.parameters()], error))
+        return totals
+
+    def case(rule: str, net: sf.Temporal, others: Sequence[Contender] = ()) -> Record:
         learner = sf.Online(net, rule)
-        expected = step(learner)
+        expected = step(learner, net)
+        runs: dict[str, Callable[[], list[Tensor]]] = {
+            BPTT: partial(step, net, net),
+            rule: partial(step, learner, net),
+        }
+        if net is recurrent:
+            chunked = sf.Online(net, rule, in_place=True)
+            runs[f"{rule}, parts of {PART}"] = partial(in_parts, chunked, net)
         contenders = [
-            Contender(f"{OURS}, {BPTT}", partial(step, net)),
-            contender_of(f"{OURS}, {rule}", EAGER, partial(step, learner), (), device),
+            contender_of(f"{OURS}, {name}", EAGER, run, (), device) for name, run in runs.items()
         ]
         if device.type == "cuda":
-            for name, call in ((BPTT, net), (rule, learner)):
-                run = partial(step, call)
+            for name, run in runs.items():
                 contenders.append(contender_of(f"{OURS}, {name}, {GRAPH}", GRAPH, run, (), device))
-        if rule in ("sltt", "ottt"):
-            contenders.append(jelly(rule, net, x, grad))
 
         def verify(contender: Contender, result: list[Tensor]) -> None:
             if BPTT in contender.name:
                 return
             assert all(g.isfinite().all() for g in result)
-            assert runner.difference(result[1:2], expected[1:2]) < 1e-3, "gradients differ"
+            compared = slice(1, 2) if contender in others else slice(None)
+            error = runner.difference(result[compared], expected[compared])
+            assert error < 1e-3, "gradients differ"
 
-        return about | {"rule": rule} | measure(contenders, verify, timing)
+        return about | {"rule": rule} | measure([*contenders, *others], verify, timing)
 
-    yield from ((f"{rule}, T={T}", partial(case, rule)) for rule in args.rules if rule != BPTT)
+    rules = [rule for rule in args.rules if rule != BPTT]
+    feed_forward, recurrent = network((N, N, N, 10)).to(device), recurrent_network(N).to(device)
+    for rule in rules:
+        others = [jelly(rule, feed_forward, x, grad)] if rule in ("sltt", "ottt") else []
+        yield f"{rule}, T={T}", partial(case, rule, feed_forward, others)
+    for rule in rules:
+        yield f"recurrent ALIF, {rule}, T={T}", partial(case, rule, recurrent)
+
+
+def recurrent_network(hidden: int) -> sf.Temporal:
+    """One layer of recurrent ALIF neurons, of which some fire, and a linear readout."""
+    neuron = sf.ALIF(DECAY, reset="soft", detach_reset=True, surrogate=sf.surrogate.Sigmoid(WIDTH))
+    first, last = nn.Linear(hidden, hidden, bias=False), nn.Linear(hidden, 10, bias=False)
+    nn.init.normal_(first.weight, std=1.5 / math.sqrt(hidden))
+    return sf.Temporal(nn.Sequential(first, sf.Recurrent(neuron, hidden), last))
 
 
 def jelly(rule: str, net: sf.Temporal, x: Tensor, grad: Tensor) -> Contender:
@@ -178,7 +204,7 @@ def jelly(rule: str, net: sf.Temporal, x: Tensor, grad: Tensor) -> Contender:
 def memories(args: argparse.Namespace) -> Cases:
     device = torch.device(args.device)
     net = network((args.hidden, args.hidden, args.hidden, 10), "hard").to(device)
-    lengths, part = ((10, 20), 5) if args.quick else ((100, 300, 1000, 3000, 10000), 100)
+    lengths, part = ((10, 20), 5) if args.quick else ((100, 300, 1000, 3000, 10000), PART)
 
     def whole(x: Tensor) -> None:
         net(x).sum().backward()

@@ -237,7 +237,8 @@ def online(result: Result) -> Parts:
     if what == "time":
         yield "Forward and backward of a whole sequence, wall-clock milliseconds:"
         columns = {"": "row", " ": "name", "ms": "wall_ms", "first of the row / this": "ratio"}
-        yield table(flat(rows), columns)
+        peak = {"peak memory, MB": "peak_bytes"} if with_peak(rows) else {}
+        yield table(flat(rows), columns | peak)
         return
     if what in ("cues", "digits"):
         yield from online_tasks(rows)
