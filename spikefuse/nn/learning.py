@@ -419,7 +419,8 @@ def _with_parameters(
     """Make the parameters of a neuron that are learned further inputs, whose gradients are those of
     each neuron."""
     neuron, x, found = definition.neuron, inputs[0], [*sources]
-    values, firsts = neuron.values(), [state.initial for state in neuron.states.values()]
+    values = neuron.description().values(neuron)
+    firsts = [state.initial for state in neuron.states.values()]
     tensors = {n: p for n, p in values.items() if isinstance(p, Tensor) and n not in firsts}
     learned, inputs = {n: p for n, p in tensors.items() if p.requires_grad}, [*inputs]
     if not learned:

@@ -266,3 +266,14 @@ def test_truncated_backpropagation():
         state = {name: tuple(s.detach() for s in states) for name, states in state.items()}
         y.backward(error)
     assert_equal(found, [p.grad for p in net.parameters()])
+
+
+@pytest.mark.parametrize("rule", ["ottt", "e-prop", "d-rtrl"])
+def test_parts_describe_no_neuron_anew(rule, monkeypatch):
+    """A description of all attributes takes longer than a step of a small layer."""
+    learner, (x, _), state = sf.Online(network(lif(), lif()).float(), rule), sequence(), None
+    for i, now in enumerate(x.float().split(1)):
+        if i == 1:
+            monkeypatch.setattr("spikefuse.neurons.definition.Description", None)
+        y, state = learner(now, state=state, return_state=True)
+        y.sum().backward()
