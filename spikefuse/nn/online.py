@@ -25,15 +25,15 @@ FEEDBACKS = ("symmetric", "random", "adaptive")
 
 @dataclass(eq=False)
 class Pending:
-    """Whether the traces of a state are up to date.
+    """Whether the traces of a state, which a backward pass overwrites, are up to date.
 
     Attributes:
         names: of the neurons whose traces are not.
-        traces: of the state, if a backward pass overwrites them; None if not.
+        traces: of the state.
     """
 
     names: set[str]
-    traces: dict[str, list[Trace]] | None
+    traces: dict[str, list[Trace]]
 
 
 class OnlineState(NamedTuple):
@@ -43,13 +43,13 @@ class OnlineState(NamedTuple):
         states: of the neurons, in the form of `Temporal`.
         traces: the eligibility traces by neuron, for each source of parameters and each state.
         rule: of the `Online`.
-        pending: which traces are out of date; see `in_place`.
+        pending: which traces are out of date; None unless `in_place`.
     """
 
     states: dict[str, States]
     traces: dict[str, list[Trace]]
     rule: str
-    pending: Pending
+    pending: Pending | None
 
 
 class Online(nn.Module):
@@ -119,7 +119,8 @@ class Online(nn.Module):
         TypeError, ValueError: an argument is not as described; the network has a layer that sees
             all time steps, an `EventLinear` or a `Block`, or a neuron that the rule cannot change,
             see above; `spikefuse.record` with `grad=True` is around a call by a rule other than
-            "bptt" and "sltt"; the state is of another rule, or of other learned parameters; with
+            "bptt" and "sltt"; the state is of another rule, of other learned parameters, or with
+            `in_place` of an `Online` without; with
             `feedback`, the last `nn.Linear` is not the last one to run; in parts, parameters reach
             a neuron through other layers than one linear layer or convolution, or through a hook
             or function that may change gradients; or a rule with traces runs in
@@ -190,7 +191,7 @@ class Online(nn.Module):
                 "returns, which torch.inference_mode() prevents: use torch.no_grad()"
             )
         if has_traces and state is not None:
-            _check_pending(state)
+            _check_traces(state, self.in_place)
         with self._broadcast():
             if self.rule == "bptt" or not (torch.is_grad_enabled() or has_traces):
                 found = self.net(*inputs, **options, **kwargs)
@@ -205,10 +206,11 @@ class Online(nn.Module):
             return found
         y, states = found
         detached = {name: tuple(s.detach() for s in own) for name, own in states.items()}
-        if state is not None:
+        if state is not None and state.pending is not None:
             state.pending.names.update(pending)  # from here on, backward may overwrite its traces
-        overwritten = traces if self.in_place else None
-        return y, OnlineState(detached, traces, self.rule, Pending(pending, overwritten))
+        is_overwritten = has_traces and self.in_place
+        marks = Pending(pending, traces) if is_overwritten else None
+        return y, OnlineState(detached, traces, self.rule, marks)
 
     def _learn(self, learning: Learning, inputs: Any, kwargs: Any, options: dict[str, Any]) -> Any:
         args, kwargs = map_tensors(learning.leaf, (inputs, kwargs))
@@ -257,17 +259,24 @@ class Online(nn.Module):
             )
 
 
-def _check_pending(state: OnlineState) -> None:
-    """Raise a RuntimeError if the traces of a state are out of date."""
-    names, overwritten = state.pending.names, state.pending.traces
-    if names:
+def _check_traces(state: OnlineState, in_place: bool) -> None:
+    """Raise an error if the traces of a state are out of date, or may not be overwritten."""
+    if state.pending is None:
+        if in_place:
+            raise ValueError(
+                "state is of an Online without in_place=True, and backward() would overwrite its "
+                "traces: pass a state that an Online with in_place=True has returned, or None"
+            )
+        return
+    if state.pending.names:
         raise RuntimeError(
-            f"the traces of neuron '{min(names)}' in state are out of date: backward() has not run "
-            "on the outputs that came with this state, or another call has used it. With "
-            "in_place=True, call backward() on the outputs of each part before the next one, or "
-            "run the part under torch.no_grad(), and pass the state that the last call has returned"
+            f"the traces of neuron '{min(state.pending.names)}' in state are out of date: "
+            "backward() has not run on the outputs that came with this state, or another call has "
+            "used it. With in_place=True, call backward() on the outputs of each part before the "
+            "next one, or run the part under torch.no_grad(), and pass the state that the last "
+            "call has returned"
         )
-    if overwritten is not None and overwritten is not state.traces:
+    if state.pending.traces is not state.traces:
         raise RuntimeError(
             "the traces of state are not the tensors that backward() has overwritten, but copies "
             "that may be older: with in_place=True, pass the state as it was returned, and change "

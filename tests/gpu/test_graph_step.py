@@ -459,3 +459,35 @@ def test_no_warning_without_need():
         for _ in range(6):
             step(torch.ones(3, device="cuda"))
     assert step.num_replays == 3
+
+
+@pytest.mark.parametrize("rule", ["bptt", "sltt", "ottt", "e-prop", "d-rtrl"])
+def test_online_in_parts(rule):
+    """States and traces go through the graph as arguments and results."""
+
+    def train(wrap):
+        torch.manual_seed(0)
+        neuron = sf.Recurrent(sf.ALIF(0.9), 16)
+        net = sf.Temporal(nn.Sequential(nn.Linear(8, 16), neuron, nn.Linear(16, 4))).cuda()
+        learner = sf.Online(net, rule)
+        optimizer = torch.optim.SGD(net.parameters(), 0.5, fused=True)
+
+        def step(x, state):
+            optimizer.zero_grad()
+            y, state = learner(x, state=state, return_state=True)
+            y.square().mean().backward()
+            optimizer.step()
+            return y, state
+
+        step, state, outputs = wrap(learner, optimizer)(step), None, []
+        generator = torch.Generator("cuda").manual_seed(1)
+        for _ in range(STEPS):
+            x = torch.rand(3, 2, 8, device="cuda", generator=generator) * 4
+            y, state = step(x, state)
+            outputs.append(y.detach())
+        return torch.stack(outputs), step
+
+    expected, _ = train(lambda *parts: eager)
+    found, step = train(sf.graph_step)
+    assert step.num_replays >= STEPS - 6
+    torch.testing.assert_close(found, expected)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
+from spikefuse.nn.nesting import flatten
 from spikefuse.nn.online import OnlineState
+from spikefuse.transforms.graph_step import CONSTANTS
 from tests.grid import on_grid
 
 
@@ -187,6 +189,21 @@ def test_traces_that_are_replaced(when):
         with pytest.raises(RuntimeError, match="with in_place=True, pass the state as it was"):
             run_part(learner, 2, state)
         state = state._replace(traces=state.pending.traces)
+
+
+def test_a_state_whose_traces_may_not_be_overwritten():
+    """It does not know when that happens."""
+    learner = learner_in_place(sf.ALIF(0.9))
+    _, state = run_part(learner_in_place(sf.ALIF(0.9), in_place=False), 0, None)
+    with pytest.raises(ValueError, match="state is of an Online without in_place=True"):
+        run_part(learner, 1, state)
+
+
+def test_a_recorded_step_takes_a_state():
+    _, state = run_part(learner_in_place(sf.ALIF(0.9), in_place=False), 0, None)
+    values, _ = flatten(state)
+    assert len(values) > 4
+    assert all(isinstance(x, Tensor | CONSTANTS) for x in values)
 
 
 def test_a_call_without_backward_frees_its_graph():
