@@ -12,6 +12,12 @@ from tests.memory.networks import Mixed, fused, train
 SHAPE = (4, 6, 3, 8, 8)  # T, B, C, H, W
 
 
+def requested(what: str) -> int:
+    """The bytes of tensors, without what `max_memory_allocated` counts beyond them: the rest of a
+    block, up to 1 MiB, which depends on what earlier tests have left."""
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
+
+
 @pytest.mark.parametrize("cast", [None, torch.bfloat16])
 def test_peak_of_a_model(monkeypatch, cast):
     """Of cifar_large: four tensors of the size of the first layer's output, bits and weights."""
@@ -26,10 +32,10 @@ def test_peak_of_a_model(monkeypatch, cast):
         train(net, x, cast)
         # Room for a second gradient of each weight, which lives until backward is over.
         weights = sum(p.nbytes for p in net.parameters())
-        before = torch.cuda.memory_allocated()
+        before = requested("current")
         torch.cuda.reset_peak_memory_stats()
         train(net, x, cast)
-        peaks[policy] = torch.cuda.max_memory_allocated() - before - weights
+        peaks[policy] = requested("peak") - before - weights
     assert peaks[Checkpoint()] < 4.5 * largest
     # In float32, one segment takes nearly as much as all convolution results.
     assert peaks[Checkpoint()] < (0.95 if cast is None else 0.75) * peaks[Recompute()]
