@@ -74,6 +74,8 @@ class Learning(Observer):
         layers: finds the sources of traces in a `with` block; None for a whole sequence.
     """
 
+    cuts_graph = True
+
     def __init__(
         self,
         net: nn.Module,

@@ -266,3 +266,25 @@ def test_truncated_backpropagation():
         state = {name: tuple(s.detach() for s in states) for name, states in state.items()}
         y.backward(error)
     assert_equal(found, [p.grad for p in net.parameters()])
+
+
+class Checkpointed(nn.Module):
+    """Layers that backward would compute again."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return sf.checkpoint(self.layers, x)
+
+
+@pytest.mark.parametrize("steps", [T, 3])
+@pytest.mark.parametrize("rule", ["bptt", "sltt", "ottt", "e-prop", "d-rtrl"])
+def test_checkpointed_layers_learn_as_others(rule, steps):
+    net = network(lif(), lif())
+    net.net[1] = sf.Recurrent(net.net[1], WIDTHS[1]).double()
+    expected = learned(net, rule, steps)
+    first, recurrent, *others = net.net
+    checkpointed = sf.Temporal(nn.Sequential(Checkpointed(first, recurrent), *others))
+    assert_equal(learned(checkpointed, rule, steps), expected)
