@@ -27,6 +27,8 @@ from spikefuse.inspect.operations import Operations, count_operations, feedback
 from spikefuse.inspect.record import are_spikes
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Scan, TemporalCall, active
+from spikefuse.nn.loop import Loop
+from spikefuse.nn.over_time import PSN
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.transforms.tables import aligned
@@ -407,8 +409,8 @@ class _Counter(ModuleObserver):
         self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
     ) -> Results[Tensor]:
         """Run a scan and count its spikes."""
+        self._spiking = active.call  # also for a body through which the neuron feeds back
         results = super().scan(neuron, scan, arguments, wanted)
-        self._spiking = active.call
         name, y = self.names.get(neuron, self.layer), results.outputs[0]
         self._count_spikes(name, neuron, y)
         layer = self.modules.get(self.layer)
@@ -418,6 +420,8 @@ class _Counter(ModuleObserver):
         return results
 
     def leave(self, module: nn.Module, output: Any) -> None:
+        if isinstance(module, Loop | PSN):  # the neurons of a loop ran in calls of its steps
+            self._spiking = active.call
         if not isinstance(module, EventLinear) or module.activity is None:
             return
         name, read = self.names[module], module.activity

@@ -165,6 +165,35 @@ def test_the_same_input_at_each_step_is_counted_once() -> None:
     assert found["net.2"].ann == 24
 
 
+class Firing(nn.Module):
+    """One step of a loop whose neurons fire at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lif = sf.LIF(threshold=-100.0)
+
+    def forward(self, x: Tensor, last: Tensor) -> Tensor:
+        return self.lif(x + last)
+
+
+@pytest.mark.parametrize("kind", ["neuron", "loop", "psn", "feedback"])
+def test_the_same_spikes_at_each_step_are_counted_at_each(kind: str) -> None:
+    psn = sf.PSN(T)
+    nn.init.constant_(psn.bias, 100.0)
+    layer = {
+        "neuron": Firing().lif,
+        "loop": sf.Loop(Firing(), (8,)),
+        "psn": psn,
+        "feedback": sf.nn.Feedback(nn.Linear(8, 8), Firing().lif),
+    }[kind]
+    x = torch.rand(T, T, 8)
+    assert sf.Temporal(layer)(x).eq(1).all()
+    found = rows(sf.report(sf.Temporal(nn.Sequential(layer, nn.Linear(8, 3))), [x]))
+    assert found["net.1"].accumulates == T * 8 * 3
+    if kind == "feedback":
+        assert found["net.0.body"].accumulates == (T - 1) * 8 * 8
+
+
 def test_attention_is_counted() -> None:
     torch.manual_seed(0)
     net = sf.models.spikformer(
