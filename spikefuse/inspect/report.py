@@ -23,10 +23,11 @@ from spikefuse.inspect.energy import Accesses, Hardware, Memory, as_dict, estima
 from spikefuse.inspect.explain import explain
 from spikefuse.inspect.explanation import in_bytes, label, with_unit
 from spikefuse.inspect.observer import ModuleObserver, own_parameters, unchanged
-from spikefuse.inspect.operations import Operations, count_operations, feedback
+from spikefuse.inspect.operations import Operations, count_operations, delayed, feedback
 from spikefuse.inspect.record import are_spikes
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Scan, TemporalCall, active
+from spikefuse.nn.delay import DelayedLinear
 from spikefuse.nn.loop import Loop
 from spikefuse.nn.over_time import PSN
 from spikefuse.nn.recurrent import Recurrent
@@ -284,7 +285,8 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
     weight that is added. Any other input, such as an image, the average of spikes, or a sum of
     spikes in a residual network, costs the multiply-accumulates of a dense layer. Layers before the
     first neuron that receive the same input at each step count once, since one step is enough. In a
-    product of two tensors of spikes, a term counts if both values are not 0.
+    product of two tensors of spikes, a term counts if both values are not 0. A `DelayedLinear` in
+    evaluation mode has one weight for each synapse, in training mode one for each delay.
 
     The estimated energy is 0.9 pJ per accumulate and 4.6 pJ per multiply-accumulate. The
     report compares it with the same network without spikes, which runs each layer once per sample
@@ -386,8 +388,11 @@ class _Counter(ModuleObserver):
         self.counts[self.layer]  # in the order of the calls
 
     def _count(self, x: Tensor, operations: Operations | None) -> None:
-        if isinstance(self.modules.get(self.layer), EventLinear | Recurrent):
+        layer = self.modules.get(self.layer)
+        if isinstance(layer, EventLinear | Recurrent):
             return  # its dense products: `leave` and `scan` count what was added
+        if isinstance(layer, DelayedLinear) and not layer.training and x.ndim == 4:
+            operations = delayed(layer, x)
         if operations is None:
             self.unknown[self.layer] = None
         else:

@@ -273,6 +273,32 @@ def test_feedback_of_recurrent_layers_is_counted() -> None:
     assert graded.not_counted == ()
 
 
+@pytest.mark.parametrize("binary", [True, False])
+def test_synapses_with_delays_have_one_weight_each(binary: bool) -> None:
+    torch.manual_seed(0)
+    steps = 6
+    layer = sf.DelayedLinear(5, 7, max_delay=4).eval()
+    x = spikes(steps, B, 5) if binary else torch.rand(steps, B, 5)
+    delays = layer.delays()
+    arriving = sum(
+        x[t, b, j].item()
+        for t, b, i, j in itertools.product(range(steps), range(B), range(7), range(5))
+        if t + delays[i, j] < steps
+    )
+    net = sf.Temporal(layer)
+    report = sf.report(net, [x])
+    (row,) = report.layers
+    assert row.ann == 5 * 7
+    assert row.nonzero == pytest.approx(x.count_nonzero().item() / x.numel())
+    if binary:
+        assert 0 < arriving < x.sum().item() * 7
+        assert row.accumulates == pytest.approx(arriving / B)
+    else:
+        assert (row.accumulates, row.multiplies) == (0, steps * 5 * 7)
+    (training,) = sf.report(net.train(), [x]).layers
+    assert training.ann == 5 * 7 * 5
+
+
 def test_neurons_with_feedback_through_a_module_are_counted() -> None:
     torch.manual_seed(0)
     layer = sf.nn.Feedback(nn.Linear(12, 12, bias=False), sf.LIF(0.75, 0.5))
