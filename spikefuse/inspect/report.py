@@ -21,9 +21,16 @@ from spikefuse.events.linear import EventLinear
 from spikefuse.inspect import plots
 from spikefuse.inspect.energy import Accesses, Hardware, Memory, as_dict, estimate
 from spikefuse.inspect.explain import explain
-from spikefuse.inspect.explanation import in_bytes, label, with_unit
+from spikefuse.inspect.explanation import in_bytes, in_joules, label, with_unit
 from spikefuse.inspect.observer import ModuleObserver, own_parameters, unchanged
-from spikefuse.inspect.operations import Operations, count_operations, delayed, feedback
+from spikefuse.inspect.operations import (
+    Operations,
+    count_operations,
+    delayed,
+    feedback,
+    is_constant,
+    num_steps,
+)
 from spikefuse.inspect.record import are_spikes
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Scan, TemporalCall, active
@@ -260,8 +267,8 @@ class Report:
     def _notes(self) -> list[str]:
         notes = [
             f"{self.samples} samples: {_number(self.accumulates)} AC, {_number(self.multiplies)} "
-            f"MAC, {_joules(self.energy)} estimated per sample; ANN: {_number(self.ann)} MAC, "
-            f"{_joules(self.ann_energy)}"
+            f"MAC, {in_joules(self.energy)} estimated per sample; ANN: {_number(self.ann)} MAC, "
+            f"{in_joules(self.ann_energy)}"
         ]
         if self.not_counted:
             names = ", ".join(map(label, self.not_counted))
@@ -396,12 +403,12 @@ class _Counter(ModuleObserver):
         if operations is None:
             self.unknown[self.layer] = None
         else:
-            self._add(self.layer, operations, active.call is not self._spiking and _is_constant(x))
+            self._add(self.layer, operations, active.call is not self._spiking and is_constant(x))
 
     def _add(self, name: str, operations: Operations, once: bool = False) -> None:
         """Add the operations of all steps, or of one step if they are needed `once`."""
         repeats = 1 if active.call is None else active.call.repeats
-        share = 1 / (_num_steps() * repeats)
+        share = 1 / (num_steps() * repeats)
         one_step = Operations(*(share * number for number in operations))
         total = one_step
         if not once or repeats > 1:
@@ -485,25 +492,9 @@ class _Counter(ModuleObserver):
         return Report(tuple(rows), self.samples, tuple(self.unknown))
 
 
-def _num_steps() -> int:
-    return 1 if active.call is None else active.call.num_steps
-
-
-def _is_constant(x: Tensor) -> bool:
-    """Whether `x`, `[T*B, ...]`, is the same at each step."""
-    if x.ndim == 0 or len(x) % _num_steps():
-        return False
-    steps = x.unflatten(0, (_num_steps(), -1))
-    return bool((steps == steps[:1]).all())
-
-
 def _energy(accumulates: float, multiplies: float) -> float:
     return ACCUMULATE_JOULES * accumulates + MULTIPLY_JOULES * multiplies
 
 
 def _number(number: float) -> str:
     return with_unit(number, {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0})
-
-
-def _joules(energy: float) -> str:
-    return with_unit(energy, {"J": 1.0, "mJ": 1e-3, "µJ": 1e-6, "nJ": 1e-9, "pJ": 1e-12})
