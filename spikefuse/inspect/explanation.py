@@ -166,6 +166,11 @@ def in_bytes(number: int) -> str:
     return with_unit(number, {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0})
 
 
+def in_joules(energy: float) -> str:
+    """Return an energy in the largest fitting unit."""
+    return with_unit(energy, {"J": 1.0, "mJ": 1e-3, "µJ": 1e-6, "nJ": 1e-9, "pJ": 1e-12})
+
+
 def with_unit(value: float, units: Mapping[str, float]) -> str:
     """Format with three digits in the first unit that fits, or in the last; 1 MB, not 1000 kB."""
     fitting = (unit for unit, size in units.items() if value >= 0.9995 * size)

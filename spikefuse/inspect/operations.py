@@ -6,8 +6,11 @@ from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spikefuse.nn.call import active
+from spikefuse.nn.delay import DelayedLinear
 from spikefuse.nn.recurrent import Recurrent
 
 if TYPE_CHECKING:
@@ -73,6 +76,19 @@ def is_ternary(x: Tensor) -> bool:
     return bool(((x == 0) | (x.abs() == 1)).all())
 
 
+def num_steps() -> int:
+    """Return T of the running call, 1 outside of one."""
+    return 1 if active.call is None else active.call.num_steps
+
+
+def is_constant(x: Tensor) -> bool:
+    """Whether `x`, `[T*B, ...]`, is the same at each step."""
+    if x.ndim == 0 or len(x) % num_steps():
+        return False
+    steps = x.unflatten(0, (num_steps(), -1))
+    return bool((steps == steps[:1]).all())
+
+
 def feedback(layer: Recurrent, outputs: Tensor, start: Tensor | None) -> Operations:
     """The products of what a recurrent layer feeds back, its outputs and those before the call."""
     targets = layer.features // layer.heads - (not layer.self_connections)
@@ -82,6 +98,27 @@ def feedback(layer: Recurrent, outputs: Tensor, start: Tensor | None) -> Operati
     if all(map(is_ternary, fed_back)):
         return Operations(nonzero * targets, 0.0, dense, nonzero, inputs, inputs)
     return Operations(0.0, dense, dense, nonzero, inputs, inputs)
+
+
+def delayed(layer: DelayedLinear, image: Tensor) -> Operations:
+    """The products of a `DelayedLinear` in evaluation, where each synapse reads one step.
+
+    Args:
+        image: what its convolution reads, `[1, in_features, max_delay + T, B]`.
+    """
+    x = image[0]
+    steps, size = x.shape[1] - layer.max_delay, len(layer.weight)
+    dense = float(x[:, :steps].numel() * size)
+    now = x[:, layer.max_delay :]
+    nonzero, inputs = float(now.count_nonzero()), float(now.numel())
+    outputs = dense / layer.in_features
+    if not is_ternary(x):
+        return Operations(0.0, dense, dense, nonzero, inputs, outputs)
+    # The number of spikes of each input before each step, and in the steps that each synapse reads.
+    before = F.pad((x != 0).sum(2, dtype=torch.float64).cumsum(1), (1, 0))
+    starts = layer.max_delay - layer.delays().T.long()
+    read = before.gather(1, starts + steps) - before.gather(1, starts)
+    return Operations(read.sum().item(), 0.0, dense, nonzero, inputs, outputs)
 
 
 Counted = tuple[Tensor, Operations]

@@ -21,12 +21,22 @@ from spikefuse.events.linear import EventLinear
 from spikefuse.inspect import plots
 from spikefuse.inspect.energy import Accesses, Hardware, Memory, as_dict, estimate
 from spikefuse.inspect.explain import explain
-from spikefuse.inspect.explanation import in_bytes, label, with_unit
+from spikefuse.inspect.explanation import in_bytes, in_joules, label, with_unit
 from spikefuse.inspect.observer import ModuleObserver, own_parameters, unchanged
-from spikefuse.inspect.operations import Operations, count_operations, feedback
+from spikefuse.inspect.operations import (
+    Operations,
+    count_operations,
+    delayed,
+    feedback,
+    is_constant,
+    num_steps,
+)
 from spikefuse.inspect.record import are_spikes
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Scan, TemporalCall, active
+from spikefuse.nn.delay import DelayedLinear
+from spikefuse.nn.loop import Loop
+from spikefuse.nn.over_time import PSN
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.transforms.tables import aligned
@@ -257,8 +267,8 @@ class Report:
     def _notes(self) -> list[str]:
         notes = [
             f"{self.samples} samples: {_number(self.accumulates)} AC, {_number(self.multiplies)} "
-            f"MAC, {_joules(self.energy)} estimated per sample; ANN: {_number(self.ann)} MAC, "
-            f"{_joules(self.ann_energy)}"
+            f"MAC, {in_joules(self.energy)} estimated per sample; ANN: {_number(self.ann)} MAC, "
+            f"{in_joules(self.ann_energy)}"
         ]
         if self.not_counted:
             names = ", ".join(map(label, self.not_counted))
@@ -282,7 +292,8 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
     weight that is added. Any other input, such as an image, the average of spikes, or a sum of
     spikes in a residual network, costs the multiply-accumulates of a dense layer. Layers before the
     first neuron that receive the same input at each step count once, since one step is enough. In a
-    product of two tensors of spikes, a term counts if both values are not 0.
+    product of two tensors of spikes, a term counts if both values are not 0. A `DelayedLinear` in
+    evaluation mode has one weight for each synapse, in training mode one for each delay.
 
     The estimated energy is 0.9 pJ per accumulate and 4.6 pJ per multiply-accumulate. The
     report compares it with the same network without spikes, which runs each layer once per sample
@@ -384,17 +395,20 @@ class _Counter(ModuleObserver):
         self.counts[self.layer]  # in the order of the calls
 
     def _count(self, x: Tensor, operations: Operations | None) -> None:
-        if isinstance(self.modules.get(self.layer), EventLinear | Recurrent):
+        layer = self.modules.get(self.layer)
+        if isinstance(layer, EventLinear | Recurrent):
             return  # its dense products: `leave` and `scan` count what was added
+        if isinstance(layer, DelayedLinear) and not layer.training and x.ndim == 4:
+            operations = delayed(layer, x)
         if operations is None:
             self.unknown[self.layer] = None
         else:
-            self._add(self.layer, operations, active.call is not self._spiking and _is_constant(x))
+            self._add(self.layer, operations, active.call is not self._spiking and is_constant(x))
 
     def _add(self, name: str, operations: Operations, once: bool = False) -> None:
         """Add the operations of all steps, or of one step if they are needed `once`."""
         repeats = 1 if active.call is None else active.call.repeats
-        share = 1 / (_num_steps() * repeats)
+        share = 1 / (num_steps() * repeats)
         one_step = Operations(*(share * number for number in operations))
         total = one_step
         if not once or repeats > 1:
@@ -407,8 +421,8 @@ class _Counter(ModuleObserver):
         self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
     ) -> Results[Tensor]:
         """Run a scan and count its spikes."""
+        self._spiking = active.call  # also for a body through which the neuron feeds back
         results = super().scan(neuron, scan, arguments, wanted)
-        self._spiking = active.call
         name, y = self.names.get(neuron, self.layer), results.outputs[0]
         self._count_spikes(name, neuron, y)
         layer = self.modules.get(self.layer)
@@ -418,6 +432,8 @@ class _Counter(ModuleObserver):
         return results
 
     def leave(self, module: nn.Module, output: Any) -> None:
+        if isinstance(module, Loop | PSN):  # the neurons of a loop ran in calls of its steps
+            self._spiking = active.call
         if not isinstance(module, EventLinear) or module.activity is None:
             return
         name, read = self.names[module], module.activity
@@ -476,25 +492,9 @@ class _Counter(ModuleObserver):
         return Report(tuple(rows), self.samples, tuple(self.unknown))
 
 
-def _num_steps() -> int:
-    return 1 if active.call is None else active.call.num_steps
-
-
-def _is_constant(x: Tensor) -> bool:
-    """Whether `x`, `[T*B, ...]`, is the same at each step."""
-    if x.ndim == 0 or len(x) % _num_steps():
-        return False
-    steps = x.unflatten(0, (_num_steps(), -1))
-    return bool((steps == steps[:1]).all())
-
-
 def _energy(accumulates: float, multiplies: float) -> float:
     return ACCUMULATE_JOULES * accumulates + MULTIPLY_JOULES * multiplies
 
 
 def _number(number: float) -> str:
     return with_unit(number, {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0})
-
-
-def _joules(energy: float) -> str:
-    return with_unit(energy, {"J": 1.0, "mJ": 1e-3, "µJ": 1e-6, "nJ": 1e-9, "pJ": 1e-12})

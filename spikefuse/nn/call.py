@@ -130,10 +130,12 @@ class Observer:
     Attributes:
         outer: the observer around this one, which sees the same.
         keeps_graph: whether it hands out what it sees with the graph, for a loss on it.
+        cuts_graph: whether it cuts the graph, so that backward cannot compute a part again.
     """
 
     outer: Observer | None = None
     keeps_graph: bool = False
+    cuts_graph: bool = False
 
     def scan(
         self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted

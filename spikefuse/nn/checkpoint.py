@@ -30,7 +30,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     the same call of the network: neurons get the same number of steps, initial states and
     implementation, and states from other processes are not sent twice. Running statistics of batch
     norms are updated once. Only the tensors among the arguments are saved, spikes as bits. While
-    `graph_step` records a CUDA graph, layers save what they usually do.
+    `graph_step` records a CUDA graph, and in a call of `Online` whose rule is not "bptt", layers
+    save what they usually do.
 
     Example::
 
@@ -80,7 +81,7 @@ def recompute(
     if is_traced():
         return torch_checkpoint.checkpoint(_Runs(first, second), *args, use_reentrant=False)
     is_recorded = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if is_recorded and is_random:
+    if (is_recorded and is_random) or _cuts_graph():
         return first(*args)
     errors: list[BaseException] = []
 
@@ -100,6 +101,14 @@ def recompute(
     if errors:
         raise errors.pop()
     return results
+
+
+def _cuts_graph() -> bool:
+    """Whether an observer cuts the graph of this call, whose parts cannot be computed again."""
+    observer = active.observer
+    while observer is not None and not observer.cuts_graph:
+        observer = observer.outer
+    return observer is not None
 
 
 class _Runs:

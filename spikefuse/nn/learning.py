@@ -74,6 +74,8 @@ class Learning(Observer):
         layers: finds the sources of traces in a `with` block; None for a whole sequence.
     """
 
+    cuts_graph = True
+
     def __init__(
         self,
         net: nn.Module,
@@ -186,7 +188,7 @@ class Learning(Observer):
         flow: list[StateFlow] = []
         if self.layers is not None:
             definition, inputs, sources = _with_parameters(definition, inputs, sources)
-            self._check(name, [*inputs, *states], sources)
+            self._check(name, inputs, states, sources)
             flow = _flow(definition)
             if not all(state.is_uniform for state in flow):
                 sources = [source.by_synapse() for source in sources]
@@ -244,11 +246,21 @@ class Learning(Observer):
             )
         return [[] for _ in range(number)] if found is None else found
 
-    def _check(self, name: str, tensors: list[Tensor], sources: list[Source]) -> None:
+    def _check(
+        self, name: str, inputs: list[Tensor], states: Sequence[Tensor], sources: list[Source]
+    ) -> None:
         """Raise a ValueError for parameters that reach a neuron past the sources."""
         known = {id(x) for s in sources if s.matrix is not None for x in _leaves_of([s.matrix])}
         known |= {id(p) for s in sources if s.convolution for p in s.convolution.parameters()}
-        parameters, _ = self._split(_leaves_of(tensors))
+        parameters, _ = self._split(_leaves_of(states))
+        if parameters:
+            raise ValueError(
+                f"the first states of neuron '{name}' are learned "
+                f"({self._names(parameters) or 'by the code'}), for which rule '{self.rule}' has "
+                "no traces in parts of a sequence: set requires_grad to False, pass the whole "
+                "sequence without state= and return_state=True, or use rule='sltt'"
+            )
+        parameters, _ = self._split(_leaves_of(inputs))
         unknown = {id(p) for p in parameters} - known
         if self.matrix is not None and id(self.matrix) in unknown:
             raise ValueError(
@@ -257,14 +269,18 @@ class Learning(Observer):
                 "or pass the whole sequence without state= and return_state=True"
             )
         if unknown:
-            names = [label for label, p in self.net.named_parameters() if id(p) in unknown]
+            names = self._names([p for p in parameters if id(p) in unknown])
             raise ValueError(
-                f"the parameters {', '.join(names) or 'of the code'} reach neuron '{name}' through "
+                f"the parameters {names or 'of the code'} reach neuron '{name}' through "
                 f"other layers than one nn.Linear or convolution directly before it, or through a "
                 "hook or function that may change gradients, for which "
                 f"rule '{self.rule}' has no traces in parts of a sequence: pass the whole sequence "
                 "without state= and return_state=True, or use rule='sltt'"
             )
+
+    def _names(self, parameters: Sequence[Tensor]) -> str:
+        ids = set(map(id, parameters))
+        return ", ".join(name for name, p in self.net.named_parameters() if id(p) in ids)
 
     def joined(self, values: list[Any]) -> list[Any]:
         """Return the outputs of the network with one node of a graph in place of the pieces."""

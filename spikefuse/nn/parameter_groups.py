@@ -9,6 +9,7 @@ from torch import nn
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.delay import DelayedLinear
 from spikefuse.nn.neuron import check_module
+from spikefuse.nn.over_time import PSN
 
 
 def parameter_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -16,8 +17,8 @@ def parameter_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]
     decay.
 
     Weight decay pulls a threshold, or the logit of a decay, towards 0, which has no meaning. Exempt
-    are the parameters of neurons and their surrogates, delays, those of `nn.LayerNorm` and
-    `nn.RMSNorm`, and all others with fewer than two dims::
+    are the parameters of neurons (also of `PSN`) and their surrogates, delays, those of
+    `nn.LayerNorm` and `nn.RMSNorm`, and all others with fewer than two dims::
 
         optimizer = torch.optim.AdamW(sf.nn.parameter_groups(net, 0.01), lr=1e-3)
 
@@ -35,7 +36,7 @@ def parameter_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]
     exempt = {
         id(parameter)
         for module in net.modules()
-        if isinstance(module, Neuron | nn.LayerNorm | nn.RMSNorm)
+        if isinstance(module, Neuron | PSN | nn.LayerNorm | nn.RMSNorm)
         for parameter in module.parameters()
     }
     exempt |= {id(module.delay) for module in net.modules() if isinstance(module, DelayedLinear)}

@@ -165,6 +165,35 @@ def test_the_same_input_at_each_step_is_counted_once() -> None:
     assert found["net.2"].ann == 24
 
 
+class Firing(nn.Module):
+    """One step of a loop whose neurons fire at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lif = sf.LIF(threshold=-100.0)
+
+    def forward(self, x: Tensor, last: Tensor) -> Tensor:
+        return self.lif(x + last)
+
+
+@pytest.mark.parametrize("kind", ["neuron", "loop", "psn", "feedback"])
+def test_the_same_spikes_at_each_step_are_counted_at_each(kind: str) -> None:
+    psn = sf.PSN(T)
+    nn.init.constant_(psn.bias, 100.0)
+    layer = {
+        "neuron": Firing().lif,
+        "loop": sf.Loop(Firing(), (8,)),
+        "psn": psn,
+        "feedback": sf.nn.Feedback(nn.Linear(8, 8), Firing().lif),
+    }[kind]
+    x = torch.rand(T, T, 8)
+    assert sf.Temporal(layer)(x).eq(1).all()
+    found = rows(sf.report(sf.Temporal(nn.Sequential(layer, nn.Linear(8, 3))), [x]))
+    assert found["net.1"].accumulates == T * 8 * 3
+    if kind == "feedback":
+        assert found["net.0.body"].accumulates == (T - 1) * 8 * 8
+
+
 def test_attention_is_counted() -> None:
     torch.manual_seed(0)
     net = sf.models.spikformer(
@@ -242,6 +271,32 @@ def test_feedback_of_recurrent_layers_is_counted() -> None:
     graded = sf.report(sf.Temporal(sf.Recurrent(sf.IntegerLIF(), 12)), [4 * x])
     assert graded.multiplies == T * 12 * 12
     assert graded.not_counted == ()
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_synapses_with_delays_have_one_weight_each(binary: bool) -> None:
+    torch.manual_seed(0)
+    steps = 6
+    layer = sf.DelayedLinear(5, 7, max_delay=4).eval()
+    x = spikes(steps, B, 5) if binary else torch.rand(steps, B, 5)
+    delays = layer.delays()
+    arriving = sum(
+        x[t, b, j].item()
+        for t, b, i, j in itertools.product(range(steps), range(B), range(7), range(5))
+        if t + delays[i, j] < steps
+    )
+    net = sf.Temporal(layer)
+    report = sf.report(net, [x])
+    (row,) = report.layers
+    assert row.ann == 5 * 7
+    assert row.nonzero == pytest.approx(x.count_nonzero().item() / x.numel())
+    if binary:
+        assert 0 < arriving < x.sum().item() * 7
+        assert row.accumulates == pytest.approx(arriving / B)
+    else:
+        assert (row.accumulates, row.multiplies) == (0, steps * 5 * 7)
+    (training,) = sf.report(net.train(), [x]).layers
+    assert training.ann == 5 * 7 * 5
 
 
 def test_neurons_with_feedback_through_a_module_are_counted() -> None:

@@ -277,3 +277,25 @@ def test_parts_describe_no_neuron_anew(rule, monkeypatch):
             monkeypatch.setattr("spikefuse.neurons.definition.Description", None)
         y, state = learner(now, state=state, return_state=True)
         y.sum().backward()
+
+
+class Checkpointed(nn.Module):
+    """Layers that backward would compute again."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return sf.checkpoint(self.layers, x)
+
+
+@pytest.mark.parametrize("steps", [T, 3])
+@pytest.mark.parametrize("rule", ["bptt", "sltt", "ottt", "e-prop", "d-rtrl"])
+def test_checkpointed_layers_learn_as_others(rule, steps):
+    net = network(lif(), lif())
+    net.net[1] = sf.Recurrent(net.net[1], WIDTHS[1]).double()
+    expected = learned(net, rule, steps)
+    first, recurrent, *others = net.net
+    checkpointed = sf.Temporal(nn.Sequential(Checkpointed(first, recurrent), *others))
+    assert_equal(learned(checkpointed, rule, steps), expected)
