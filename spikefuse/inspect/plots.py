@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.inspect.explanation import label
+from spikefuse.inspect.record import are_spikes
 from spikefuse.neurons.checks import check_tensor
 
 if TYPE_CHECKING:
@@ -49,7 +50,11 @@ def raster(
     axes = _axes_or_new(axes)
     count = len(rows)
     shown = torch.linspace(0, count - 1, min(count, max_neurons)).round().long()
-    axes.imshow(rows[shown].numpy(), cmap="Blues", aspect="auto", interpolation="nearest")
+    options: dict[str, Any] = {}
+    if rows.numel() and are_spikes(rows):  # which are no background if all neurons always fire
+        options = {"vmin": min(0.0, float(rows.min())), "vmax": max(1.0, float(rows.max()))}
+    image = rows[shown].numpy()
+    axes.imshow(image, cmap="Blues", aspect="auto", interpolation="nearest", **options)
     neurons = "neurons" if count > 1 else "neuron"
     most = "" if len(shown) == count else f"{len(shown)} of {count} "
     axes.set(xlabel="time step", ylabel=most + neurons, title=title)

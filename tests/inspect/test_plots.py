@@ -117,3 +117,20 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mpl, "pyplot", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "spikefuse\[plot\]"'):
         sf.plots.raster(torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("values", "limits"),
+    [
+        (torch.zeros(4, 3), (0, 1)),
+        (torch.ones(4, 3), (0, 1)),
+        (-torch.ones(4, 3), (-1, 1)),
+        (torch.full((4, 3), 5.0), (0, 5)),
+        (torch.linspace(0.2, 0.7, 12).view(4, 3), (0.2, 0.7)),
+    ],
+    ids=["silent", "always firing", "signed", "counts", "potentials"],
+)
+def test_raster_of_neurons_that_always_fire(axes, values, limits) -> None:
+    """They are not drawn as those that never fire."""
+    sf.plots.raster(values, axes)
+    assert axes.images[0].get_clim() == pytest.approx(limits)
