@@ -28,7 +28,8 @@ def list_files(
 
     The folder holds a folder `train`, and `val`, `test` or both, each by a name of `PARTS`; without
     these, a fifth of each class, rounded, is drawn for the test. In each, files are in one folder
-    per class, at any depth, or named by the table `labels.csv`, with the columns file and label.
+    per class, at any depth, or named by the table `labels.csv`, with the columns file and label. A
+    table of the whole folder may name files in `train` and other parts.
 
     Args:
         folder: of the dataset.
@@ -81,6 +82,8 @@ def list_files(
         read = ", ".join(sorted(endings))
         warnings.warn(f"{what}: only those that end in {read} are read", stacklevel=3)
     if len(parts) == 1:
+        parts = _by_part(folder, parts[0], classes)
+    if len(parts) == 1:
         test = draw(torch.from_numpy(parts[0].labels), TEST_FRACTION, seed).numpy()
         if not test.any():
             raise DataError(f"{folder} has {len(test)} files: too few to test with a fifth")
@@ -106,6 +109,25 @@ def _list(
             "class, or list them in labels.csv, with the columns file and label"
         )
     return classes, class_files(folder, classes, endings, "add one, or remove the folder")
+
+
+def _by_part(folder: Path, files: Files, classes: Sequence[str]) -> list[Files]:
+    """Split the files of one table by part, if all of them are in `train` and others of `PARTS`.
+
+    Raises:
+        DataError: a class is not in `train`.
+    """
+    tops = [path.relative_to(folder).parts[0].lower() for path in files.paths]
+    found = [np.array([top in names for top in tops]) for names in PARTS]
+    parts = [files.rows(part) for part in found if part.any()]
+    if not found[0].any() or not np.any(found, 0).all():
+        return [files]
+    if odd := sorted({*files.labels} - {*parts[0].labels}):
+        raise DataError(
+            f"{folder / TABLES[0][0]}: {classes[odd[0]]} is a class of no file in "
+            f"{parts[0].paths[0].relative_to(folder).parts[0]}: add one, or correct it"
+        )
+    return parts
 
 
 def _subfolders(folder: Path) -> list[str]:

@@ -385,3 +385,29 @@ def test_errors_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "cat").rename(tmp_path / "test")
     with pytest.raises(data.DataError, match=r"has test, but no folder train: add it"):
         data.image_folder(tmp_path)
+
+
+def test_one_table_for_all_parts(tmp_path: Path) -> None:
+    """Images that it names in a folder of the test are not trained on."""
+    rows = []
+    for part, count in (("Test", 4), ("train", 6), ("valid", 2)):
+        (tmp_path / part).mkdir()
+        for i in range(count):
+            Image.new("L", (4, 4)).save(tmp_path / part / f"{i}.png")
+            rows.append(f"{part}/{i}.png,{'ab'[i % 2]}")
+    (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    parts = data.load(data.image_folder(tmp_path, size=4))
+    assert [{path.parent.name for path in part.files} for part in parts] == [
+        {"train"},
+        {"valid"},
+        {"Test"},
+    ]
+    assert [part.labels.tolist() for part in parts] == [[0, 1] * 3, [0, 1], [0, 1] * 2]
+
+    Image.new("L", (4, 4)).save(tmp_path / "beside.png")  # a table of no parts
+    (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows, "beside.png,a"]))
+    assert [len(part) for part in data.load(data.image_folder(tmp_path, size=4))] == [11, 2]
+
+    (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows[1:], "Test/0.png,c"]))
+    with pytest.raises(data.DataError, match=r"labels\.csv: c is a class of no file in train"):
+        data.image_folder(tmp_path, size=4)
