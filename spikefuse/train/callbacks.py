@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ class MetricsWriter(Callback):
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._firing: dict[str, float] = {}
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any
@@ -102,11 +104,21 @@ class MetricsWriter(Callback):
         if trainer.global_step % LOG_EVERY_STEPS == 0:
             self._log(trainer, {"step_loss": outputs["loss"].item()})
 
+    def on_validation_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        # While the network has the weights that are validated, such as their average.
+        examples = trainer.datamodule.validation  # type: ignore[attr-defined]
+        # From all of them: those of a folder are in the order of their classes.
+        rows = torch.linspace(0, len(examples) - 1, min(OBSERVED, len(examples))).round().long()
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", ".* has NaN in its "
+            )  # an error that the module raises
+            self._firing = firing(module, examples[rows])
+
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         row = module.history[-1]
         rate = float(f"{float(trainer.optimizers[0].param_groups[0]['lr']):.6g}")
-        examples = trainer.datamodule.validation  # type: ignore[attr-defined]
-        measured = {"lr": rate, **firing(module, examples[: min(OBSERVED, len(examples))])}
+        measured = {"lr": rate, **self._firing}
         self._log(trainer, measured)
         row.update(measured)
         with replacing(self.directory / METRICS) as path, path.open("w", newline="") as file:

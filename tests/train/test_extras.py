@@ -8,11 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import spikefuse as sf
+from spikefuse import data
 from spikefuse.train import ConfigError, TrainConfig, TrainingModule
+from spikefuse.train.data_module import VALIDATION_FRACTION, VALIDATION_SEED
 from spikefuse.train.extras import LOGGERS, make_logger
 
 Spikefuse = Callable[..., int]
@@ -75,6 +78,24 @@ def test_moving_average_of_the_weights(
     best = checkpoint(tmp_path / "a" / "best.ckpt")
     net = sf.load(tmp_path / "a" / "best.ckpt")
     assert torch.equal(net.net.net[1].weight, best["state_dict"][name])
+
+
+def test_rates_are_those_of_the_averaged_weights(
+    spikefuse: Spikefuse, tmp_path: Path, small: list[str]
+) -> None:
+    """On examples from the whole validation set, which are in the order of their classes."""
+    options = [*small, *MLP, "--ema", "0.99", "--lr", "0.05", "--epochs", "1", "--out", "a"]
+    assert spikefuse("train", *options) == 0
+    rest, _ = data.load("digits")
+    _, validation = data.split(rest, VALIDATION_FRACTION, VALIDATION_SEED)
+    rows = np.linspace(0, len(validation) - 1, 32).round()
+    net = sf.load(tmp_path / "a" / "last.ckpt")
+    with torch.no_grad(), sf.record(net.net.net) as record:
+        net(validation[torch.from_numpy(rows).long()].pixels)
+    with (tmp_path / "a" / "metrics.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    found = {name: float(row[f"rate_{name}"]) for name in record.rates}
+    assert found == pytest.approx(record.rates)
 
 
 def test_rate_penalty_adds_the_mean_rate_and_lowers_it() -> None:
