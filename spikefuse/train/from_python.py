@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,6 +22,8 @@ from spikefuse.train.fields import ConfigError, unknown
 from spikefuse.train.run_options import RunOptions
 
 Builder = Callable[..., nn.Module]
+# Settings that the files of a dataset determine, which are lists in JSON.
+OF_FILES = ("classes", "shape")
 
 
 def fit(
@@ -54,6 +58,9 @@ def fit(
     Returns:
         The content of `result.json`.
 
+    Warns:
+        UserWarning: `model` has the name of another function of an earlier run.
+
     Raises:
         ConfigError, DataError: a setting or a file is invalid, or the run in `out` has other
             settings.
@@ -83,13 +90,15 @@ def fit(
     result, last = options.out / "result.json", options.out / LAST
     if result.exists():
         found: dict[str, Any] = json.loads(result.read_text())
-        _check(TrainConfig.from_dict(found["config"]), config, options.out)
+        of_files = {name: tuple(found["config"].get(name) or ()) or None for name in OF_FILES}
+        stored = TrainConfig.from_dict({**found["config"], **of_files})
+        _check(stored, config, options.out)
         return found
     if not last.exists():  # it ended in its first epoch
         shutil.rmtree(options.out)
         return run.train(config, options)
     loaded = load(last)
-    _check(loaded.config, config, options.out)
+    config = _check(loaded.config, config, options.out)
     return run.train(config, replace(options, out=None), loaded)
 
 
@@ -100,14 +109,33 @@ def _registered(builder: Builder) -> str:
     name = f"{builder.__module__}:{builder.__qualname__}"
     if getattr(sys.modules.get(builder.__module__), builder.__qualname__, None) is not builder:
         own.imported.discard(name)  # its name stands for another one
+    before = own.REGISTRIES["model"].get(name, builder)
+    if _content(before) != _content(builder):
+        warnings.warn(
+            f"{name} now is another function than in an earlier run: sf.load would build the "
+            "network of that run with the new one; give functions names of their own",
+            stacklevel=3,
+        )
     own.REGISTRIES["model"][name] = builder
     return name
 
 
-def _check(stored: TrainConfig, config: TrainConfig, out: Path) -> None:
+def _content(builder: Any) -> tuple[Any, ...]:
+    """Return what tells a function from another one of its name: a notebook may repeat it."""
+    if not inspect.isfunction(builder):
+        return (id(builder),)
+    cells = tuple(repr(cell.cell_contents) for cell in builder.__closure__ or ())
+    return builder.__code__, repr(builder.__defaults__), cells
+
+
+def _check(stored: TrainConfig, config: TrainConfig, out: Path) -> TrainConfig:
+    """Return the settings, with what the files of the run in `out` have determined."""
+    found = {name: getattr(stored, name) for name in OF_FILES if getattr(config, name) is None}
+    config = replace(config, **found)
     for field in fields(TrainConfig):
         before, now = getattr(stored, field.name), getattr(config, field.name)
         if before != now:
             raise ConfigError(
                 f"the run in {out} has {field.name} {before}, not {now}: choose another folder"
             )
+    return config

@@ -326,18 +326,20 @@ def _finish(
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "versions": {"spikefuse": spikefuse.__version__, "torch": torch.__version__},
     }
+    text = json.dumps(result, indent=2)
     curves, raster = directory / "curves.png", directory / "raster.png"
     plot_curves(module.history, curves)
     first = batches.contents(test[:1], module.config.on_events).to(device)
     plot_raster(module, first, test.labels[0].cpu(), raster)
     with replacing(directory / "result.json") as path:
-        path.write_text(json.dumps(result, indent=2) + "\n")
+        path.write_text(f"{text}\n")
     show(
         f"test {task.describe(metrics)} on {len(test):,} test samples, with the weights of epoch "
         f"{result['best_epoch']}\n"
         f"plots: {curves} and {raster}"
     )
-    return result
+    read: dict[str, Any] = json.loads(text)  # with lists in place of tuples, as later calls return
+    return read
 
 
 @contextlib.contextmanager

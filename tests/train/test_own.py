@@ -267,7 +267,8 @@ def test_a_module_that_is_imported_anew(here: Path) -> None:
         assert from_python._registered(module.net) == "my_broken:net"
     own_function = lambda *_: None  # noqa: E731
     own_function.__module__, own_function.__qualname__ = "my_broken", "net"
-    from_python._registered(own_function)
+    with pytest.warns(UserWarning, match="my_broken:net now is another function than"):
+        from_python._registered(own_function)
     own.register("model", "my_broken:net")
     assert MODELS["my_broken:net"] is own_function
 
