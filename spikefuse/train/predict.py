@@ -190,6 +190,12 @@ def read_examples(
                 first = list(islice(examples, 2))
                 for i, example in enumerate(chain(first, examples)):
                     name = f"{path}[{i}]" if len(first) > 1 else str(path)
+                    expected = network.config.data.shape
+                    if (shape := example.shape[-len(expected) :]) != expected:
+                        raise DataError(
+                            f"{name} has the shape {list(shape)}, and the examples of the run "
+                            f"{list(expected)}: is it of another sensor?"
+                        )
                     yield name, torch.from_numpy(example)
             except (DataError, OSError) as error:
                 report(str(error))

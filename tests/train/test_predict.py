@@ -282,6 +282,22 @@ def test_predictions_have_the_names_of_the_folders(
     assert len(rows) == 5
 
 
+def test_a_recording_of_another_sensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is reported, and the other files are read."""
+    monkeypatch.chdir(tmp_path)
+    settings = {"classes": ("a", "b"), "shape": (2, 6, 8), "sensor": "8x6", "num_steps": 2}
+    path = save(tmp_path / "a.ckpt", dataset="events", model="mlp", **settings)
+    Path("a.csv").write_text("x,y,p,t\n1,2,1,0\n7,5,0,9\n")
+    header, event = b"#!AER-DAT2.0\r\n# of a DVS128\r\n", 2 << 8 | 3 << 1 | 1
+    Path("b.aedat").write_bytes(header + event.to_bytes(4, "big") + (5).to_bytes(4, "big"))
+    assert main(["predict", str(path), "b.aedat", "a.csv", "--csv", "--top", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert "b.aedat has the shape [2, 128, 128], and the examples of the run [2, 6, 8]" in err
+    assert [row["file"] for row in csv.DictReader(out.splitlines())] == ["a.csv"]
+
+
 CPU = torch.device("cpu")
 
 
