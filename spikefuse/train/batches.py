@@ -8,6 +8,7 @@ GPU's memory is placed there as a whole. Batches of other datasets are prefetche
 from __future__ import annotations
 
 import math
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,6 +62,14 @@ def load_examples(
     if config.data.describe is not None:
         config = config.with_files_of(dataset)
     return config, data.load(dataset, directory, download)
+
+
+def checksums(parts: tuple[Examples, ...]) -> list[int]:
+    """Return a checksum of the labels of each part, which tells whether its examples are the same.
+
+    Where a part is drawn from all examples, one more or less changes which ones are in it.
+    """
+    return [zlib.crc32(part.labels.cpu().numpy().tobytes()) for part in parts]
 
 
 def contents(batch: Examples, packed: bool) -> Tensor:

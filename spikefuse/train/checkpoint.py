@@ -107,6 +107,7 @@ class LoadedRun:
         history: metrics of each finished epoch.
         weights: state dict of the Lightning module.
         resumable: whether the file contains the step count that resuming needs.
+        labels: checksums of the labels of each part of the examples; None if unknown.
     """
 
     path: Path
@@ -114,6 +115,7 @@ class LoadedRun:
     history: list[EpochMetrics]
     weights: dict[str, Any]
     resumable: bool
+    labels: list[int] | None = None
 
 
 def entry(config: TrainConfig, history: list[EpochMetrics]) -> dict[str, Any]:
@@ -188,7 +190,10 @@ def load(path: Path, names: Mapping[str, str | None] | None = None) -> LoadedRun
             _check_mapping(row, float, int)
         if resumable := "step" in entry:
             _check_mapping(entry.get("tally", {}), list, float, int)
-        return LoadedRun(path, config, history, content["state_dict"], resumable)
+        labels = entry.get("labels")
+        if labels is not None:
+            _check_mapping({str(i): value for i, value in enumerate(labels)}, int)
+        return LoadedRun(path, config, history, content["state_dict"], resumable, labels)
     except ConfigError as error:
         raise ConfigError(f"checkpoint {path}: {error}") from error
     except Exception as error:  # a damaged or foreign pickle may raise anything

@@ -39,11 +39,13 @@ class DataModule(pl.LightningDataModule):
     Attributes:
         config: the settings, with the classes of the files after `setup`.
         training, validation, test: the examples, after `setup`.
+        label_checksums: of each part that was loaded, after `setup`.
     """
 
     training: Examples
     validation: Examples
     test: Examples
+    label_checksums: list[int]
 
     def __init__(
         self, config: TrainConfig, directory: Path | str | None = None, download: bool = False
@@ -92,6 +94,7 @@ class DataModule(pl.LightningDataModule):
                     "test)"
                 )
         self.training, self.validation = parts
+        self.label_checksums = batches.checksums(examples)
         if config.batch_size > len(self.training):
             raise ConfigError(
                 f"batch_size is {config.batch_size}: {config.dataset} has only "

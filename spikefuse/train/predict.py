@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count, islice
 from pathlib import Path
@@ -228,6 +229,9 @@ def evaluate_checkpoint(loaded: LoadedRun, options: RunOptions) -> dict[str, flo
 
     Processes that torchrun started share each batch; all of them return the same.
 
+    Warns:
+        UserWarning: the dataset has other training examples than the run.
+
     Raises:
         ConfigError, DataError: a setting or a file is invalid.
     """
@@ -237,6 +241,14 @@ def evaluate_checkpoint(loaded: LoadedRun, options: RunOptions) -> dict[str, flo
         with processes.local_main_first():
             config, parts = batches.load_examples(loaded.config, options.data_dir, options.download)
         own.check_examples(config, parts)
+        before, now = loaded.labels, batches.checksums(parts)
+        if processes.main and before is not None and before[0] != now[0]:
+            warnings.warn(
+                f"the training examples of {config.dataset}, or their labels, have changed since "
+                "the run: where the test is drawn from all examples, the run may have learned some "
+                "of it",
+                stacklevel=2,
+            )
         network = TrainedNetwork(config)
         checkpoint.load_weights(network, loaded)
         return evaluate(network.net.to(device), parts[-1], config, device, processes)

@@ -175,13 +175,19 @@ def _check_processes(config: TrainConfig, options: RunOptions, processes: Proces
 
 
 def _check_examples(config: TrainConfig, examples: DataModule, resumed: LoadedRun) -> None:
-    """Check that an epoch of a resumed run still has as many batches."""
+    """Check that a resumed run still has the same examples."""
     epochs = len(resumed.history)
     steps = resumed.history[-1].get("step") if epochs else 0
     if steps != examples.num_batches * epochs:
         raise ConfigError(
             f"{resumed.path} has done {steps} steps in {epochs} epochs, but {config.dataset} now "
             f"has {examples.num_batches} batches: restore the examples with which the run began, "
+            "or start a new one"
+        )
+    if resumed.labels is not None and resumed.labels != examples.label_checksums:
+        raise ConfigError(
+            f"{config.dataset} now has other examples, or other labels, than {resumed.path} was "
+            "trained on, some of which may be in the test: restore those with which the run began, "
             "or start a new one"
         )
 

@@ -419,9 +419,11 @@ class TrainingModule(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         totals = self.totals.reduced(self.processes, self.device)
+        examples = getattr(self.trainer, "datamodule", None)
         checkpoint[KEY] = {
             **entry(self.config, self.history),
             "step": self.global_step,
+            "labels": getattr(examples, "label_checksums", None),
             "tally": {"totals": totals.sums.tolist(), "count": totals.count},
         }
 

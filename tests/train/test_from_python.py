@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import spikefuse as sf
 from spikefuse.train import ConfigError, TrainConfig
+from spikefuse.train.cli import main
 
 SETTINGS = {"dataset": "digits", "num_steps": 2, "batch_size": 512, "epochs": 1}
 
@@ -72,3 +75,55 @@ def test_unknown_settings() -> None:
         sf.train.fit(TrainConfig(), num_step=2)
     with pytest.raises(TypeError, match="unknown option 'devise': did you mean device"):
         sf.train.fit(devise="cpu")
+
+
+def photos(folder: Path, count: int = 20) -> dict[str, Any]:
+    """Write images of two classes, and return the settings of a run on them."""
+    for label, name in enumerate("ab"):
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            Image.new("L", (6, 6), 90 + 99 * label).save(folder / name / f"{i}.png")
+    own = {"dataset": "folder", "data_dir": folder, "size": 6, "grey": True, "batch_size": 8}
+    return {**SETTINGS, **own, "model": "mlp", "fuse": False}
+
+
+def test_a_run_on_files_is_resumed(tmp_path: Path) -> None:
+    """Its classes and the shape are those of the files."""
+    settings = {**photos(tmp_path / "photos"), "out": tmp_path / "run", "resume": True}
+    result = sf.train.fit(**settings)
+    assert sf.train.fit(**settings) == result
+    (tmp_path / "run" / "result.json").unlink()
+    resumed = sf.train.fit(**settings)
+    assert resumed["resumed"]
+    assert resumed["test_loss"] == result["test_loss"]
+
+
+def test_examples_that_have_changed(tmp_path: Path) -> None:
+    """One image more changes which ones are drawn for the test: those of before are trained on."""
+    settings = photos(tmp_path / "photos")
+    place = {"out": tmp_path / "run", "resume": True}
+    sf.train.fit(**settings, **place)
+    assert main(["eval", str(tmp_path / "run"), "--data-dir", str(settings["data_dir"])]) == 0
+    (tmp_path / "run" / "result.json").unlink()
+    Image.new("L", (6, 6)).save(settings["data_dir"] / "a" / "more.png")
+    with pytest.raises(ConfigError, match="folder now has other examples, or other labels, than"):
+        sf.train.fit(**settings, **place)
+    with pytest.warns(UserWarning, match="the training examples of folder, or their labels, have"):
+        main(["eval", str(tmp_path / "run"), "--data-dir", str(settings["data_dir"])])
+
+
+def leaky(decay: float) -> Any:
+    def build(neuron, in_channels, num_classes, size):
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), sf.LIF(decay), nn.Linear(8, 10))
+
+    return build
+
+
+def test_another_function_of_the_same_name(tmp_path: Path) -> None:
+    """`sf.load` would build the network of the earlier run with it."""
+    settings = {**SETTINGS, "fuse": False}
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        sf.train.fit(**settings, model=leaky(0.5), out=tmp_path / "a")
+        sf.train.fit(**settings, model=leaky(0.5), out=tmp_path / "b")
+    with pytest.warns(UserWarning, match=r"leaky.<locals>.build now is another function"):
+        sf.train.fit(**settings, model=leaky(0.9), out=tmp_path / "c")
