@@ -109,10 +109,8 @@ class MetricsWriter(Callback):
         examples = trainer.datamodule.validation  # type: ignore[attr-defined]
         # From all of them: those of a folder are in the order of their classes.
         rows = torch.linspace(0, len(examples) - 1, min(OBSERVED, len(examples))).round().long()
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", ".* has NaN in its "
-            )  # an error that the module raises
+        with warnings.catch_warnings():  # of values for which the module raises an error
+            warnings.filterwarnings("ignore", ".* has NaN in its ")
             self._firing = firing(module, examples[rows])
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
