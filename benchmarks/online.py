@@ -9,8 +9,9 @@
 `time`: forward and backward of a network of two layers of LIF neurons and a linear readout, by each
 rule and by backpropagation through time. SpikingJelly's loops are its nodes for SLTT and OTTT, one
 backward pass in each step, as its documentation says. Gradients of the second layer must agree with
-ours; its OTTT has no trace of the input of the network. The same for one layer of recurrent ALIF
-neurons, also in parts of 100 steps, whose gradients must agree with those of the whole sequence.
+ours; its OTTT has no trace of the input of the network. One layer of recurrent ALIF neurons is
+measured in the same way, and in parts of 100 steps. Parts must give the gradients of the whole
+sequence.
 
 `memory`: peak bytes beyond those before a run, and time, for sequences of several lengths. On a CPU
 the bytes come from PyTorch's profiler, which sees all allocations of tensors.

@@ -119,9 +119,9 @@ def _by_part(folder: Path, files: Files, classes: Sequence[str]) -> list[Files]:
     """
     tops = [path.relative_to(folder).parts[0].lower() for path in files.paths]
     found = [np.array([top in names for top in tops]) for names in PARTS]
-    parts = [files.rows(part) for part in found if part.any()]
     if not found[0].any() or not np.any(found, 0).all():
         return [files]
+    parts = [files.rows(part) for part in found if part.any()]
     if odd := sorted({*files.labels} - {*parts[0].labels}):
         raise DataError(
             f"{folder / TABLES[0][0]}: {classes[odd[0]]} is a class of no file in "

@@ -119,12 +119,11 @@ class Online(nn.Module):
         TypeError, ValueError: an argument is not as described; the network has a layer that sees
             all time steps, an `EventLinear` or a `Block`, or a neuron that the rule cannot change,
             see above; `spikefuse.record` with `grad=True` is around a call by a rule other than
-            "bptt" and "sltt"; the state is of another rule, of other learned parameters, or with
-            `in_place` of an `Online` without; with
-            `feedback`, the last `nn.Linear` is not the last one to run; in parts, parameters reach
-            a neuron through other layers than one linear layer or convolution, or through a hook
-            or function that may change gradients; or a rule with traces runs in
-            `torch.inference_mode()`.
+            "bptt" and "sltt"; the state is of another rule, or of other learned parameters; with
+            `in_place`, the state is of an `Online` without it; with `feedback`, the last
+            `nn.Linear` is not the last one to run; in parts, parameters reach a neuron through
+            other layers than one linear layer or convolution, or through a hook or function that
+            may change gradients; or a rule with traces runs in `torch.inference_mode()`.
 
     Sources: Meng et al., "Towards Memory- and Time-Efficient Backpropagation for Training Spiking
     Neural Networks", ICCV 2023 ("sltt"); Xiao et al., "Online Training Through Time for Spiking

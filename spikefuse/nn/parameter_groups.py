@@ -17,8 +17,8 @@ def parameter_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]
     decay.
 
     Weight decay pulls a threshold, or the logit of a decay, towards 0, which has no meaning. Exempt
-    are the parameters of neurons (also of `PSN`) and their surrogates, delays, those of
-    `nn.LayerNorm` and `nn.RMSNorm`, and all others with fewer than two dims::
+    are the parameters of neurons and their surrogates, of `PSN`, `nn.LayerNorm` and `nn.RMSNorm`,
+    delays, and all others with fewer than two dims::
 
         optimizer = torch.optim.AdamW(sf.nn.parameter_groups(net, 0.01), lr=1e-3)
 

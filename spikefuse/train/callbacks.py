@@ -105,9 +105,9 @@ class MetricsWriter(Callback):
             self._log(trainer, {"step_loss": outputs["loss"].item()})
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
-        # While the network has the weights that are validated, such as their average.
+        # Here, the network has the weights that are validated, such as their average.
         examples = trainer.datamodule.validation  # type: ignore[attr-defined]
-        # From all of them: those of a folder are in the order of their classes.
+        # Evenly spaced, because the examples of a folder are ordered by class.
         rows = torch.linspace(0, len(examples) - 1, min(OBSERVED, len(examples))).round().long()
         with warnings.catch_warnings():  # of values for which the module raises an error
             warnings.filterwarnings("ignore", ".* has NaN in its ")

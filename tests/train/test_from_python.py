@@ -88,7 +88,7 @@ def photos(folder: Path, count: int = 20) -> dict[str, Any]:
 
 
 def test_a_run_on_files_is_resumed(tmp_path: Path) -> None:
-    """Its classes and the shape are those of the files."""
+    """Its settings have the classes and the shape that it found in the files."""
     settings = {**photos(tmp_path / "photos"), "out": tmp_path / "run", "resume": True}
     result = sf.train.fit(**settings)
     assert sf.train.fit(**settings) == result
@@ -99,7 +99,7 @@ def test_a_run_on_files_is_resumed(tmp_path: Path) -> None:
 
 
 def test_examples_that_have_changed(tmp_path: Path) -> None:
-    """One image more changes which ones are drawn for the test: those of before are trained on."""
+    """With one more image, others are drawn for the test, some of which were trained on."""
     settings = photos(tmp_path / "photos")
     place = {"out": tmp_path / "run", "resume": True}
     sf.train.fit(**settings, **place)
