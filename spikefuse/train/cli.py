@@ -23,10 +23,9 @@ import torch
 import spikefuse
 from spikefuse.data import DataError
 from spikefuse.train import output
-from spikefuse.train.config import TrainConfig
+from spikefuse.train.config import RunOptions, TrainConfig
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.parser import USER_ERROR, make_parser
-from spikefuse.train.run_options import RunOptions
 
 FAILURE = 1
 # Time for the main process to report a user's error before the others exit.

@@ -1,10 +1,11 @@
-"""The settings of a training run, from which the command-line options are generated."""
+"""The settings and options of a training run, which are also those of the command line."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from spikefuse.train.fields import (
     up_to,
 )
 from spikefuse.train.tasks import CRITERIA, TASKS, Task
+
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -382,3 +385,38 @@ class TrainConfig:
             if self.frames != CONTENTS[0]:
                 options |= {"content": self.frames, "bits": 8}
         return {name: value for name, value in options.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where and how to run; the result does not depend on these options.
+
+    Args:
+        out: new folder of the run; by default runs/DATASET-MODEL-N.
+        time_ranks: processes that share a sequence, under torchrun.
+        data_ranks: processes that share a batch; by default all processes / time-ranks.
+        time_chunks: microbatches in which states are sent from one time rank to the next; by
+            default 1 on GPUs, which do not wait for states; 4 on CPUs.
+        device: auto is CUDA if available.
+        logger: Lightning logger in addition to CSV and TensorBoard, such as wandb or mlflow, or
+            module:function for one of your own; by default none.
+        data_dir: folder of the datasets; by default $SPIKEFUSE_DATA, else see the end of spikefuse
+            train --help.
+        download: download missing files of mnist, fashion_mnist, cifar10 and cifar100, verifying
+            checksums.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of range.
+    """
+
+    out: Path | None = option(None)
+    time_ranks: int = option(1, AT_LEAST_ONE)
+    data_ranks: int | None = option(None, AT_LEAST_ONE)
+    time_chunks: int | None = option(None, AT_LEAST_ONE)
+    device: str = option("auto", DEVICES)
+    logger: str | None = option(None)
+    data_dir: Path | None = option(None)
+    download: bool = option(False)
+
+    def __post_init__(self) -> None:
+        check_fields(self)

@@ -15,11 +15,11 @@ from spikefuse.train import batches, own
 from spikefuse.train.batches import EvalBatches
 from spikefuse.train.checkpoint import KEY, LoadedRun, entry, load_weights
 from spikefuse.train.choices import ACTIVATIONS
+from spikefuse.train.config import RunOptions
 from spikefuse.train.converted import rate_neurons
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.output import show
 from spikefuse.train.predict import TrainedNetwork, find_device, threads
-from spikefuse.train.run_options import RunOptions
 from spikefuse.train.seeding import order
 from spikefuse.train.tasks import Totals
 from spikefuse.transforms.from_ann import from_ann

@@ -12,10 +12,9 @@ from typing import Any
 from spikefuse.data import DataError
 from spikefuse.train import own
 from spikefuse.train.checkpoint import BEST, LAST, LoadedRun, locked
-from spikefuse.train.config import TrainConfig
+from spikefuse.train.config import RunOptions, TrainConfig
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.processes import Processes
-from spikefuse.train.run_options import RunOptions
 
 RUNS = Path("runs")
 

@@ -17,9 +17,8 @@ from torch import nn
 from spikefuse.data import Dataset
 from spikefuse.train import own, run
 from spikefuse.train.checkpoint import LAST, load
-from spikefuse.train.config import TrainConfig
+from spikefuse.train.config import RunOptions, TrainConfig
 from spikefuse.train.fields import ConfigError, unknown
-from spikefuse.train.run_options import RunOptions
 
 Builder = Callable[..., nn.Module]
 # Settings that the files of a dataset determine, which are lists in JSON.

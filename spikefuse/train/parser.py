@@ -11,9 +11,8 @@ from typing import Any, NoReturn
 
 import spikefuse
 from spikefuse.data.files import ENVIRONMENT
-from spikefuse.train.config import TrainConfig
+from spikefuse.train.config import RunOptions, TrainConfig
 from spikefuse.train.fields import describe, kinds
-from spikefuse.train.run_options import RunOptions
 
 USER_ERROR = 2  # exit code
 MEANT = {"--learning-rate": "--lr", "--no-shift": "--shift 0"}

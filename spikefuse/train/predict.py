@@ -22,11 +22,10 @@ from spikefuse.data.registry import file_endings
 from spikefuse.train import batches, checkpoint, own
 from spikefuse.train.batches import EvalBatches
 from spikefuse.train.checkpoint import LoadedRun
-from spikefuse.train.config import TrainConfig
+from spikefuse.train.config import RunOptions, TrainConfig
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.output import progress
 from spikefuse.train.processes import Processes
-from spikefuse.train.run_options import RunOptions
 from spikefuse.train.seeding import Purpose, reseed
 from spikefuse.train.tasks import Totals
 

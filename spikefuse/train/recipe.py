@@ -9,9 +9,8 @@ from typing import Any
 
 import yaml
 
-from spikefuse.train.config import TrainConfig
+from spikefuse.train.config import RunOptions, TrainConfig
 from spikefuse.train.fields import ConfigError, kinds, unknown
-from spikefuse.train.run_options import RunOptions
 
 # Options of a place or of processes; only the command line accepts them.
 PLACE = ("config", "resume", *(f.name for f in fields(RunOptions)))

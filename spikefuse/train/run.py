@@ -29,7 +29,7 @@ from spikefuse.nn import scale_to_rate
 from spikefuse.train import batches, folder
 from spikefuse.train.callbacks import CheckpointSaver, MetricsWriter, ProgressReporter
 from spikefuse.train.checkpoint import BEST, LAST, LoadedRun, load, load_weights
-from spikefuse.train.config import TrainConfig
+from spikefuse.train.config import RunOptions, TrainConfig
 from spikefuse.train.data_module import DataModule
 from spikefuse.train.extras import check_logger, make_logger, optional_callbacks
 from spikefuse.train.fields import ConfigError
@@ -37,7 +37,6 @@ from spikefuse.train.output import show
 from spikefuse.train.plots import plot_curves, plot_raster
 from spikefuse.train.predict import device_of, evaluate, threads
 from spikefuse.train.processes import Processes, is_connection_error
-from spikefuse.train.run_options import RunOptions
 from spikefuse.train.signals import RunInterrupted, SignalHandler
 from spikefuse.train.training_module import LIGHTNING_PRECISION, TrainingModule, best_epoch
 

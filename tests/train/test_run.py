@@ -17,10 +17,9 @@ import torch
 from PIL import Image
 
 from spikefuse.train import predict, run
-from spikefuse.train.config import TrainConfig
+from spikefuse.train.config import RunOptions, TrainConfig
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.processes import Processes
-from spikefuse.train.run_options import RunOptions
 from spikefuse.train.training_module import TrainingModule
 from tests.train.runs import OPTIONS, assert_same_curve, rows, with_others
 
