@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from spikefuse.data import Examples
 from spikefuse.data.files import replacing
-from spikefuse.inspect.record import are_spikes, firing_rate, record
+from spikefuse.inspect.record import record
 from spikefuse.train.batches import contents
 from spikefuse.train.checkpoint import BEST, LAST
 from spikefuse.train.output import show
@@ -142,10 +142,9 @@ def firing(module: Any, examples: Examples) -> dict[str, float]:
         module.net(module.encode(batch))
     module.net.train(was_training)
     found = {}
-    for name, spikes in recorded.of("spikes").items():
-        if are_spikes(spikes):
-            found[f"rate_{name}"] = firing_rate(spikes)
-            found[f"silent_{name}"] = float((spikes == 0).all(0).all(0).float().mean())
+    for name, rate in recorded.rates.items():
+        silent = (recorded[name]["spikes"] == 0).all(0).all(0)
+        found[f"rate_{name}"], found[f"silent_{name}"] = rate, silent.float().mean().item()
     return found
 
 

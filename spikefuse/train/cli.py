@@ -24,7 +24,7 @@ import spikefuse
 from spikefuse.data import DataError
 from spikefuse.train import output
 from spikefuse.train.config import RunOptions, TrainConfig
-from spikefuse.train.fields import ConfigError
+from spikefuse.train.fields import AT_LEAST_ONE, ConfigError, check
 from spikefuse.train.parser import USER_ERROR, make_parser
 
 FAILURE = 1
@@ -183,8 +183,7 @@ def _predict(arguments: argparse.Namespace) -> int:
     from spikefuse.train import predict
 
     for name in ("top", "batch_size"):
-        if (value := getattr(arguments, name)) < 1:
-            raise ConfigError(f"{name} is {value}: expected a whole number of at least 1")
+        check(name, getattr(arguments, name), int, AT_LEAST_ONE)
     network = predict.load(arguments.checkpoint, arguments.device, **_own_names(arguments))
     failed = []
 
@@ -237,8 +236,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     from spikefuse.train import checkpoint, convert
 
     for name in ("num_steps", "samples"):
-        if (value := getattr(arguments, name)) < 1:
-            raise ConfigError(f"{name} is {value}: expected a whole number of at least 1")
+        check(name, getattr(arguments, name), int, AT_LEAST_ONE)
     loaded = checkpoint.load(arguments.checkpoint, _own_names(arguments))
     out = _beside(loaded.path, arguments, f"{loaded.path.stem}-spiking.ckpt")
     convert.convert(loaded, arguments, _run_options(arguments), out)

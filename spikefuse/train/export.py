@@ -54,9 +54,8 @@ def export(
         )
     for name in ("onnx", "onnxscript") if form == "onnx" else ():
         import_module(name)
-    steps = () if config.data.kind == "images" else (config.num_steps,)
-    dtype = torch.float32 if config.data.kind == "series" else torch.uint8
-    inputs = torch.zeros(2, *steps, *config.data.shape, dtype=dtype)
+    dtype, shape = config.example
+    inputs = torch.zeros(2, *shape, dtype=dtype)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # hints of exporters, and so are those of logging

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from spikefuse.train import own
 from spikefuse.train.config import TrainConfig
-from spikefuse.train.fields import ConfigError
+from spikefuse.train.fields import ConfigError, check
 
 LOGGERS: dict[str, Any] = {
     name.removesuffix("Logger").lower(): getattr(loggers, name)
@@ -60,10 +59,8 @@ def check_logger(name: str) -> None:
     """Raise ConfigError unless there is a logger of this name; import a user's own."""
     if own.is_reference(name):
         own.import_attribute("logger", name)
-    elif name not in LOGGERS:
-        near = difflib.get_close_matches(name, LOGGERS, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"unknown logger {name!r}: {hint}choose one of {', '.join(LOGGERS)}")
+    else:
+        check("logger", name, str, LOGGERS)
 
 
 def make_logger(name: str, directory: Path, config: TrainConfig) -> loggers.Logger:

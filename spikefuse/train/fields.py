@@ -89,7 +89,7 @@ def check_fields(options: Any) -> None:
     for f in fields(options):
         value = getattr(options, f.name)
         if value is not None or f.default is not None:
-            _check(f.name, value, own[f.name], f.metadata.get("allowed"))
+            check(f.name, value, own[f.name], f.metadata.get("allowed"))
 
 
 # Names that an error lists.
@@ -106,7 +106,8 @@ def _shown(value: Any) -> str:
     return short.repr(value)
 
 
-def _check(name: str, value: Any, kind: type, allowed: Any) -> None:
+def check(name: str, value: Any, kind: type, allowed: Any) -> None:
+    """Raise ConfigError unless a value is of this kind, and `allowed` as in `option`."""
     if kind is str:
         if not isinstance(value, str) or (allowed is not None and value not in allowed):
             word = value.lower() if isinstance(value, str) else ""

@@ -68,9 +68,8 @@ class TrainedNetwork(nn.Module):
         Raises:
             ValueError: `inputs` have another dtype or shape.
         """
-        dataset = self.config.data
+        dataset, (dtype, _) = self.config.data, self.config.example
         before = ("B",) if dataset.kind == "images" else ("B", "T")
-        dtype = torch.float32 if dataset.kind == "series" else torch.uint8
         fits = inputs.ndim == len(before) + len(dataset.shape)
         if not fits or inputs.shape[len(before) :] != dataset.shape or inputs.dtype != dtype:
             shape = ", ".join(map(str, (*before, *dataset.shape)))
