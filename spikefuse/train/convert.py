@@ -16,7 +16,7 @@ from spikefuse.train.batches import EvalBatches
 from spikefuse.train.checkpoint import KEY, LoadedRun, entry, load_weights
 from spikefuse.train.choices import ACTIVATIONS
 from spikefuse.train.config import RunOptions
-from spikefuse.train.converted import rate_neurons
+from spikefuse.train.converted import per_channel
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.output import show
 from spikefuse.train.predict import TrainedNetwork, find_device, threads
@@ -56,10 +56,7 @@ def convert(loaded: LoadedRun, how: Namespace, options: RunOptions, out: Path) -
         raise ConfigError(f"{loaded.path} cannot be converted: {error}") from error
     config = replace(config, num_steps=how.num_steps, converted=True, loss="mean")
     result = TrainedNetwork(config).to(device).eval()
-    for neuron in rate_neurons(net):
-        neuron.shift = shift = torch.as_tensor(neuron.shift)
-        neuron.threshold = torch.as_tensor(neuron.threshold).to(shift).expand_as(shift)
-    result.net.load_state_dict(net.state_dict())
+    result.net.load_state_dict(per_channel(net).state_dict())
     show(f"{net.conversion}\n")
     counts = [t for t in range(1, how.num_steps + 1) if t & (t - 1) == 0 or t == how.num_steps]
     described = [*_by_steps(result, parts[-1], counts), *_by_steps(original, parts[-1], [1])]
