@@ -26,9 +26,6 @@ def read_aedat2(path: Path) -> Columns:
     """Read the address words and timestamps of a DVS128, without interpreting the addresses.
 
     A word has the polarity in bit 0, the X address in bits 1 to 7 and Y in bits 8 to 14.
-
-    Raises:
-        DataError: the file is missing, damaged, of another version or another camera.
     """
     content, start = _header(path, b"2.0")
     if (len(content) - start) % 8:
@@ -42,11 +39,7 @@ def read_aedat2(path: Path) -> Columns:
 
 
 def read_aedat3(path: Path) -> Columns:
-    """Read all valid polarity events of an AEDAT 3.1 file; other packets are skipped.
-
-    Raises:
-        DataError: the file is missing, damaged, or of another version.
-    """
+    """Read all valid polarity events of an AEDAT 3.1 file; other packets are skipped."""
     content, at = _header(path, b"3.1")
     packets: list[np.ndarray] = []
     while at < len(content):

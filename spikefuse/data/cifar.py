@@ -123,11 +123,6 @@ def load_cifar(
     Args:
         files: `CIFAR10` or `CIFAR100`.
         label: which of its labels to return.
-        directory: folder of the files.
-        download: download a missing archive.
-
-    Raises:
-        DataError: files are missing or damaged, or the download failed.
     """
     folders = (directory / files.name, directory)
     batches = _find_batches(files, folders)

@@ -61,9 +61,6 @@ def read_cifar10_dvs(path: Path) -> Recording:
 
     The camera lay on its side: the column is 127 - Y, the row 127 - X of the address, and a
     polarity bit of 0 is an increase, as in the conversion `dat2mat` that the authors refer to.
-
-    Raises:
-        DataError: the file is missing or damaged.
     """
     x, y, p, t = read_aedat2(path)
     return make_recording((127 - y, 127 - x, 1 - p, t - t.min(initial=TIME_LIMIT)), SIZE, path)

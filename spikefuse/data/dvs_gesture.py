@@ -31,9 +31,6 @@ def find_dvs_gesture(directory: Path) -> tuple[RecordingSet, RecordingSet]:
 
     A gesture is the events of a trial from its start until before its end, as given by the CSV file
     of the trial: 1176 + 288 gestures in the published files.
-
-    Raises:
-        DataError: a file is missing or damaged.
     """
     folder = find_folder("dvs_gesture", LISTS, directory, PAGE, "DvsGesture")
     return _recordings(folder, LISTS[0]), _recordings(folder, LISTS[1])
@@ -60,11 +57,7 @@ def _recordings(folder: Path, trials: str) -> RecordingSet:
 
 
 def read_gestures(path: Path) -> Iterator[Recording]:
-    """Read the gestures that the table beside a file lists; without one, the file is one gesture.
-
-    Raises:
-        DataError: the file or its table is missing or damaged.
-    """
+    """Read the gestures that the table beside a file lists; without one, all of it is one."""
     table = path.with_name(f"{path.stem}_labels.csv")
     if table.is_file():
         yield from _read([path], [_gestures(table)])

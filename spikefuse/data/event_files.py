@@ -65,11 +65,7 @@ def read_events(path: Path, sensor: str | None = None, size: int | None = None) 
 
 
 def sensor_of(path: Path, sensor: str | None = None) -> tuple[int, int]:
-    """Return the rows and columns of the sensor of a file.
-
-    Raises:
-        DataError: as for `read_events`.
-    """
+    """Return the rows and columns of the sensor of a file."""
     found = _parse(sensor)
     width, height = _known(path, found or _decode(path, None)[1])
     return height, width
@@ -143,9 +139,6 @@ def read_saccades(path: Path) -> Columns:
 
     They are x, y, and polarity with 23 bits of time, big-endian. A row of 240 is no event, but says
     that the times of those behind it are 2**13 later.
-
-    Raises:
-        DataError: the file is missing or damaged.
     """
     content = read_bytes(path)
     if not content or len(content) % 5:

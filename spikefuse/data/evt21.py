@@ -24,21 +24,13 @@ TYPES = (DECREASE, INCREASE, TIME, 10, 14, 15)  # the last three are skipped
 
 
 def is_evt21(path: Path) -> bool:
-    """Whether the header of a RAW file names this version.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Whether the header of a RAW file names this version."""
     with opened(path) as file:
         return bool(re.search(rb"^% (evt 2\.1|format EVT21)\b", file.read(HEADER_BYTES), re.M))
 
 
 def read_evt21(path: Path) -> tuple[Columns, tuple[int, int] | None]:
-    """Read the events of a file, and columns and rows of the sensor if the header has them.
-
-    Raises:
-        DataError: the file is missing or damaged, or has more events than fit into memory.
-    """
+    """Read the events of a file, and columns and rows of the sensor if the header has them."""
     content, start, line = read_bytes(path), 0, b""
     while content[start : start + 1] == b"%" and line != b"% end":
         end = content.find(b"\n", start)

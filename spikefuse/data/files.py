@@ -32,7 +32,10 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class DataError(ValueError):
-    """A dataset cannot be read; the one-line message names the file and the fix."""
+    """A dataset cannot be read; the one-line message names the file and the fix.
+
+    All readers raise it where a file is missing or damaged, or a package is not installed.
+    """
 
 
 @dataclass(frozen=True)
@@ -249,9 +252,6 @@ def opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
     """Open a file for reading, decompressed if its content is gzip, whatever its name.
 
     The checksum of gzip is verified when the block reads past the last byte.
-
-    Raises:
-        DataError: the file cannot be read, or its compression is damaged.
     """
     check_regular(path)
     try:
@@ -334,11 +334,7 @@ def not_installed(reader: str, package: str, extra: str) -> DataError:
 
 
 def read_isolated(path: Path, program: str, library: str) -> Generator[np.ndarray]:
-    """Yield the arrays that a program beside this file reads from a file; see `isolated.arrays`.
-
-    Raises:
-        DataError: the file can't be read, or the library is not installed.
-    """
+    """Yield the arrays that a program beside this file reads from a file; see `isolated.arrays`."""
     if importlib.util.find_spec(library) is None:
         raise not_installed(path.name, library, "events")
     check_regular(path)

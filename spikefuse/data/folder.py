@@ -177,9 +177,6 @@ def read_image(path: Path, size: int, channels: int = 3, margin: float = MARGIN)
 
     Returns:
         uint8 `[channels, size, size]`.
-
-    Raises:
-        DataError: the file is missing or damaged, or Pillow is not installed.
     """
     pillow = _pillow()
     try:

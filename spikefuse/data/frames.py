@@ -27,11 +27,7 @@ VOXEL_LEVELS = 8
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Return a whole number, also one given as a float.
-
-    Raises:
-        DataError: it is none.
-    """
+    """Return a whole number, also one given as a float, or raise DataError."""
     is_number = isinstance(value, (int, float, np.integer, np.floating))
     if not is_number or isinstance(value, bool) or value % 1 != 0:  # inf and NaN included
         raise DataError(f"{name} is {value!r}: expected a whole number")

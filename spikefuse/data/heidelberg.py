@@ -37,9 +37,6 @@ def find_heidelberg(
         parts: of the published files: SSC has a validation set, "valid".
         num_classes: labels must be less.
         directory: folder of the files, or of a folder `name` with them.
-
-    Raises:
-        DataError: a file is missing or damaged, or h5py is not installed.
     """
     names = tuple(f"{name}_{part}.h5" for part in parts)
     folder = find_folder(name, names, directory, PAGE)
@@ -47,11 +44,7 @@ def find_heidelberg(
 
 
 def recordings_in(path: Path, num_classes: int) -> RecordingSet:
-    """Check the labels and the layout of a file; `read` of the result checks each recording.
-
-    Raises:
-        DataError: the file is missing or damaged, or h5py is not installed.
-    """
+    """Check the labels and the layout of a file; `read` of the result checks each recording."""
     with contextlib.closing(read_isolated(path, "heidelberg_file.py", "h5py")) as arrays:
         labels = next(arrays)
     if len(wrong := labels[~np.isin(labels, np.arange(num_classes))]):

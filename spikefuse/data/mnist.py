@@ -110,10 +110,6 @@ def load(source: DownloadSource, directory: Path, download: bool) -> tuple[Image
     Args:
         source: `MNIST` or `FASHION_MNIST`.
         directory: folder of the files, or of a folder `source.name` with them.
-        download: download missing files.
-
-    Raises:
-        DataError: a file is missing or damaged, or does not fit its name.
     """
     paths = locate(source, directory, download)
     train, test = (_read(paths[images], paths[labels]) for images, labels in (TRAIN, TEST))

@@ -42,11 +42,7 @@ TRAIN_SHARE = 0.9  # of each class, at its beginning
 
 
 def find_nmnist(directory: Path) -> tuple[RecordingSet, RecordingSet]:
-    """Find training and test recordings in the folders Train and Test with ten subfolders each.
-
-    Raises:
-        DataError: a folder is missing or has no .bin file.
-    """
+    """Find training and test recordings in the folders Train and Test with ten subfolders each."""
     folder = find_folder("nmnist", ("Train", "Test"), directory, PAGE)
     return _recordings(folder / "Train"), _recordings(folder / "Test")
 
@@ -58,11 +54,7 @@ def _recordings(folder: Path) -> RecordingSet:
 
 
 def read_nmnist(path: Path, size: tuple[int, int, int] = SIZE) -> Recording:
-    """Read one .bin file, of N-MNIST or with the `size` of another sensor.
-
-    Raises:
-        DataError: the file is missing or damaged.
-    """
+    """Read one .bin file, of N-MNIST or with the `size` of another sensor."""
     return make_recording(read_saccades(path), size, path)
 
 

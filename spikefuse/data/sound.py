@@ -125,11 +125,7 @@ def _triangles(num_mels: int) -> Tensor:
 
 
 def read_wav(path: Path) -> Sound:
-    """Read a WAV file of at most one second: 16 kHz, one channel, 16-bit PCM.
-
-    Raises:
-        DataError: the file is missing or damaged, or has another format or more samples.
-    """
+    """Read a WAV file of at most one second: 16 kHz, one channel, 16-bit PCM."""
     content = read_bytes(path, MAX_BYTES)
     try:
         with wave.open(io.BytesIO(content)) as file:

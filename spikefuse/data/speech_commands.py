@@ -33,9 +33,6 @@ def find_speech_commands(directory: Path) -> tuple[RecordingSet, ...]:
     Args:
         directory: contains the folders and lists, or a folder speech_commands or
             speech_commands_v0.02 with them.
-
-    Raises:
-        DataError: a folder or a list is missing, or a list is damaged.
     """
     folder = find_folder("speech_commands", LISTS, directory, PAGE, "speech_commands_v0.02")
     how = f"get the dataset from {PAGE} and unpack it there"

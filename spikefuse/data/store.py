@@ -39,14 +39,7 @@ def cache_directory() -> Path:
 
 
 def load_parts(name: str, parts: Sequence[RecordingSet], slicing: Slicing) -> tuple[Frames, ...]:
-    """Load the frames of the recordings for (training, test) or (training, validation, test).
-
-    Args:
-        name: name of the dataset.
-
-    Raises:
-        DataError: as for `load_frames`.
-    """
+    """Load the frames of the recordings for (training, test) or (training, validation, test)."""
     names = ("train", "test") if len(parts) == 2 else ("train", "valid", "test")
     pairs = zip(names, parts, strict=True)
     return tuple(load_frames(f"{name}-{part}", own, slicing) for part, own in pairs)

@@ -153,9 +153,6 @@ class CheckpointSaver(Checkpoint):
 
     Lightning calls a `Checkpoint` after all other callbacks at the end of an epoch. Every process
     has one, because saving is collective; only the main process writes.
-
-    Args:
-        signals: reports a request to stop.
     """
 
     def __init__(self, directory: Path, signals: SignalHandler) -> None:

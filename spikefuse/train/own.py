@@ -72,11 +72,7 @@ def check(setting: str, name: str, found: Any) -> None:
 
 
 def refuse_unknown(settings: dict[str, Any]) -> None:
-    """Refuse references in the settings of a checkpoint that the user has not given too.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuse references in the settings of a checkpoint that the user has not given too."""
     for setting, registry in REGISTRIES.items():
         name = settings.get(setting)
         if is_reference(name) and name not in registry:
@@ -205,11 +201,7 @@ def check_examples(config: Any, parts: Any) -> None:
 
 
 def check_network(name: str, net: Any) -> None:
-    """Check that a builder has returned a module for one time step.
-
-    Raises:
-        ConfigError: it has not.
-    """
+    """Check that a builder has returned a module for one time step."""
     if not isinstance(net, nn.Module) or isinstance(net, Temporal):
         raise ConfigError(
             f"the builder {name} has returned {_kind(net)}: expected a torch.nn.Module for one "

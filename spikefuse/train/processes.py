@@ -26,7 +26,6 @@ class PeerLost(Exception):
     """Another process of the run has ended, so this one cannot continue.
 
     Args:
-        rank: rank of this process.
         checkpoint: the file to resume from, or None if nothing was saved.
         why: the cause, if it is known.
     """

@@ -71,11 +71,7 @@ class Task:
         return (torch.int64, shape) if self.of_classes else (torch.float32, (*shape, self.outputs))
 
     def predict(self, outputs: Tensor) -> Tensor:
-        """Return predictions, float32: for each step, the mean over time, or the last step.
-
-        Args:
-            outputs: `[T, B, K]`.
-        """
+        """Return predictions, float32: for each step, the mean over time, or the last step."""
         if self.per_step:
             return outputs.transpose(0, 1).float()
         last = self.steps == "last"
