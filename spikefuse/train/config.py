@@ -317,8 +317,7 @@ class TrainConfig:
                 f"the classes of {self.dataset} are those of its files: load them first, and use "
                 "the config of the DataModule"
             )
-        channels, *size = dataset.shape if len(dataset.shape) == 3 else (*dataset.shape, 1, 1)
-        height, width = size
+        channels, height, width = (*dataset.shape, 1, 1)[:3]
         options: dict[str, Any] = {}
         if self.on_events:
             options = {"capacity": self.capacity, "overflow": self.overflow}

@@ -99,12 +99,9 @@ def remove(directory: Path, existed: bool) -> None:
 def resuming(last: Path, config: TrainConfig, options: RunOptions) -> str:
     """Return the options of `spikefuse train` that continue a run."""
     words = ["--resume", str(last), *own.options(config)]
-    if options.device != "auto":
-        words += ["--device", options.device]
-    if options.logger is not None:
-        words += ["--logger", options.logger]
-    if options.data_dir is not None:
-        words += ["--data-dir", str(options.data_dir)]
+    for name in ("device", "logger", "data_dir"):
+        if (value := getattr(options, name)) not in (None, "auto"):  # the defaults
+            words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(words)
 
 

@@ -92,6 +92,8 @@ def plot_raster(module: TrainingModule, pixels: Tensor, target: Tensor, path: Pa
         _plot_classes(axes, output, names, what)
     else:
         _plot_values(axes, output, names, target, what)
+    axes.set(xlabel="time step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in panels[len(spikes) + 2 :]:
         axes.set_axis_off()
     _save(figure, path)
@@ -114,8 +116,6 @@ def _plot_values(
         axes.plot(output[:, i], color=f"C{i}", label=name)
         axes.plot(target[..., i].expand(len(output)), color=f"C{i}", linestyle="--")
     axes.set_title(f"{what}, and target (dashed)", fontsize=8)
-    axes.set(xlabel="time step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=8)
 
 
@@ -126,9 +126,8 @@ def _plot_classes(axes: Axes, output: Tensor, classes: tuple[str, ...], what: st
     most = "" if len(shown) == len(classes) else f", {len(shown)} of {len(classes)} classes"
     axes.set_title(f"{what}{most}", fontsize=8)
     names = [classes[i] if len(classes[i]) <= 14 else f"{classes[i][:13]}…" for i in shown]
-    axes.set(xlabel="time step", yticks=range(len(shown)), yticklabels=names)
+    axes.set(yticks=range(len(shown)), yticklabels=names)
     axes.tick_params(axis="y", labelsize=8)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _save(figure: Figure, path: Path) -> None:
