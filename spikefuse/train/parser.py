@@ -95,8 +95,21 @@ the test examples. The commands eval, predict and export read the result, and sf
 """
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps line breaks, and names with hyphens whole."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class _Parser(argparse.ArgumentParser):
-    """Reports errors in one line, and suggests the nearest option for an unknown one."""
+    """Reports errors in one line, and suggests the nearest option for an unknown one.
+
+    Options have to be written in full.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=_Formatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(USER_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -112,20 +125,8 @@ class _Parser(argparse.ArgumentParser):
         return namespace, unknown
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps line breaks, and names with hyphens whole."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
-
-
-# Options have to be written in full.
-_EXACT: dict[str, Any] = {"formatter_class": _Formatter, "allow_abbrev": False}
-
-
 def make_parser() -> argparse.ArgumentParser:
-    text = "Train and use spiking neural networks."
-    parser = _Parser(prog="spikefuse", description=text, allow_abbrev=False)
+    parser = _Parser(prog="spikefuse", description="Train and use spiking neural networks.")
     parser.add_argument("--version", action="version", version=f"spikefuse {spikefuse.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
@@ -143,7 +144,6 @@ def _add_train(commands: Any) -> None:
         usage="%(prog)s [OPTION ...]",
         description="Train a spiking neural network on images, event data, sounds or series.",
         epilog=TRAIN_EXAMPLES,
-        **_EXACT,
     )
     for f in fields(TrainConfig):
         if f.name in GROUPS:
@@ -187,7 +187,6 @@ def _add_eval(commands: Any) -> None:
         help="test a checkpoint",
         description="Print the loss and the metrics of a checkpoint on the test samples.",
         epilog="example:\n  spikefuse eval runs/digits-conv-1/best.ckpt",
-        **_EXACT,
     )
     _add_checkpoint(evaluate)
     _add_options(evaluate, TrainConfig, "fuse", shown="as in training")
@@ -215,16 +214,14 @@ def _add_predict(commands: Any) -> None:
         usage="%(prog)s [OPTION ...] CHECKPOINT FILE [FILE ...]",
         description="Print the class of each file and its probability, or the predicted values.",
         epilog=PREDICT_NOTES,
-        **_EXACT,
     )
     _add_checkpoint(predict)
     predict.add_argument("files", type=Path, nargs="+", metavar="FILE", help="files or folders")
-    for name, default, text in (
-        ("--top", 1, "classes per example, the most probable first; all values are shown"),
-        ("--batch-size", 32, "examples per batch"),
-    ):
-        text += f" (default: {default})"
-        predict.add_argument(name, type=int, default=default, metavar="N", help=text)
+    values: dict[str, Any] = {"type": int, "metavar": "N"}
+    text = "classes per example, the most probable first; all values are shown (default: 1)"
+    predict.add_argument("--top", default=1, help=text, **values)
+    text = "examples per batch (default: 32)"
+    predict.add_argument("--batch-size", default=32, help=text, **values)
     form = predict.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
     form.add_argument("--csv", action="store_true", help="print CSV instead of a table")
@@ -238,7 +235,6 @@ def _add_export(commands: Any) -> None:
         usage="%(prog)s CHECKPOINT --format onnx|pt2|nir [OPTION ...]",
         description="Write the network of a checkpoint to a file that needs no spikefuse.",
         epilog=EXPORT_NOTES,
-        **_EXACT,
     )
     _add_checkpoint(export)
     formats: dict[str, Any] = {"choices": ("onnx", "pt2", "nir"), "metavar": "NAME"}
@@ -258,7 +254,6 @@ def _add_convert(commands: Any) -> None:
         usage="%(prog)s [OPTION ...] CHECKPOINT",
         description="Turn the ReLU network of a checkpoint into a spiking one, by sf.from_ann.",
         epilog=CONVERT_NOTES,
-        **_EXACT,
     )
     _add_checkpoint(convert)
     values: dict[str, Any] = {"type": int, "metavar": "N"}
