@@ -84,21 +84,20 @@ def fit(
     if not isinstance(config, TrainConfig | None):
         raise ConfigError(f"config is {config!r:.80}: expected a TrainConfig, or fit(dataset=...)")
     config = TrainConfig(**settings) if config is None else replace(config, **settings)
-    if not resume or options.out is None or not options.out.exists():
-        return run.train(config, options)
-    result, last = options.out / "result.json", options.out / LAST
-    if result.exists():
-        found: dict[str, Any] = json.loads(result.read_text())
-        of_files = {name: tuple(found["config"].get(name) or ()) or None for name in OF_FILES}
-        stored = TrainConfig.from_dict({**found["config"], **of_files})
-        _check(stored, config, options.out)
-        return found
-    if not last.exists():  # it ended in its first epoch
-        shutil.rmtree(options.out)
-        return run.train(config, options)
-    loaded = load(last)
-    config = _check(loaded.config, config, options.out)
-    return run.train(config, replace(options, out=None), loaded)
+    if resume and options.out is not None and options.out.exists():
+        result, last = options.out / "result.json", options.out / LAST
+        if result.exists():
+            found: dict[str, Any] = json.loads(result.read_text())
+            of_files = {name: tuple(found["config"].get(name) or ()) or None for name in OF_FILES}
+            stored = TrainConfig.from_dict({**found["config"], **of_files})
+            _check(stored, config, options.out)
+            return found
+        if last.exists():
+            loaded = load(last)
+            config = _check(loaded.config, config, options.out)
+            return run.train(config, replace(options, out=None), loaded)
+        shutil.rmtree(options.out)  # the run ended in its first epoch
+    return run.train(config, options)
 
 
 def _registered(builder: Builder) -> str:
