@@ -101,6 +101,16 @@ def test_recordings_of_different_sensors_need_a_size(recordings: Path) -> None:
     assert len(data.load(data.event_folder(recordings, SENSOR, size=16))[0]) == 9
 
 
+def test_a_format_of_one_sensor_needs_no_other(tmp_path: Path) -> None:
+    content = b"#!AER-DAT2.0\n" + np.array([1, 5], ">u4").tobytes()
+    for i in range(12):
+        path = tmp_path / "ab"[i % 2] / f"{i}.aedat"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    found = data.load(data.event_folder(tmp_path, "346x260"))[0]
+    assert found.shape[-2:] == (128, 128)
+
+
 def test_files_of_other_endings_are_said(recordings: Path) -> None:
     (recordings / "clap" / "0.txt").touch()
     with pytest.warns(
