@@ -16,7 +16,8 @@ floor, log, log2, sqrt = np.floor, np.log, np.log2, np.sqrt
 round_even, fmod, sin, cos = np.rint, np.fmod, np.sin, np.cos
 erf = math.erf
 
-_inline = numba.njit(inline="always", error_model="numpy")
+# Inlined by LLVM, because Numba's own inlining makes kernels larger before types are inferred.
+_inline = numba.njit(error_model="numpy", forceinline=True)
 
 
 @intrinsic

@@ -18,7 +18,7 @@ is public takes their place:
   threads, as in forked processes.
 
 `numba.extending.intrinsic`, `numba.core.cgutils` and llvmlite's builder are Numba's way to
-extend it.
+extend it, and `CompilerBase`, `PassManager` and passes its way to customize the compiler.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, typed_passes, untyped_passes
+from numba.core.compiler import CompilerBase
+from numba.core.compiler_machinery import PassManager
 from numba.extending import intrinsic
 
 from spikefuse.kernels.cache_folder import private_directory
@@ -96,6 +98,31 @@ numba.typeof(np.empty(0))
 f32 = np.float32
 
 
+class _KernelCompiler(CompilerBase):
+    """Numba's compiler with the passes that kernels need. The others, for closures, array
+    expressions, overloads and branches on literals, find nothing to do in kernels."""
+
+    _PASSES = (
+        untyped_passes.TranslateByteCode,
+        untyped_passes.FixupArgs,
+        untyped_passes.IRProcessing,
+        untyped_passes.GenericRewrites,
+        untyped_passes.ReconstructSSA,
+        typed_passes.NopythonTypeInference,
+        typed_passes.PreLowerStripPhis,
+        typed_passes.IRLegalization,
+        typed_passes.NativeLowering,
+        typed_passes.NoPythonBackend,
+    )
+
+    def define_pipelines(self) -> list[PassManager]:
+        passes = PassManager("kernel")
+        for each in self._PASSES:
+            passes.add_pass(each, each.__name__)
+        passes.finalize()
+        return [passes]
+
+
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Compile a function with Numba, with an on-disk cache.
 
@@ -104,6 +131,7 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """
     if function is None:
         return partial(kernel, **options)
+    options |= {"no_cfunc_wrapper": True, "pipeline_class": _KernelCompiler}
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy", **options)(function)
     if cache_of is not None:
         dispatcher._cache = cache_of(function)  # as enable_caching() does
