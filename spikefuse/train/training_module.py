@@ -77,6 +77,7 @@ class TrainingModule(pl.LightningModule):
         self.totals, self.eval_totals = Totals(self.task), Totals(self.task)
         self._clock, self._clock_count, self._waited, self._batch_end = 0.0, 0, 0.0, 0.0
         self.graph: GraphStep | None = None  # of the training step
+        self._ratios: list[float] | None = None  # of learning rates of groups of parameters
 
     def make_network(self) -> Temporal:
         """Build the network, whose outputs are `[T, B, classes]`, or `[T, B, K]` for K values.
@@ -179,7 +180,9 @@ class TrainingModule(pl.LightningModule):
         """Create the optimizer of `config`, whose schedule sets its learning rate at each step.
 
         A subclass may return one optimizer of its own, alone for that schedule, or with schedulers
-        in a form that Lightning accepts, which then step after each optimizer step.
+        in a form that Lightning accepts, which then step after each optimizer step. The schedule
+        sets `config.lr`; a group of parameters with a learning rate of its own keeps the ratio of
+        that rate to the optimizer's.
         """
         return optimize.make_optimizer(self.config, self, self.device)
 
@@ -206,6 +209,8 @@ class TrainingModule(pl.LightningModule):
                 f"{self.config.schedule} is for {epochs}: choose Trainer(max_epochs={epochs}), or "
                 "other epochs in TrainConfig"
             )
+        if not self._schedulers():  # before a checkpoint restores the current rates
+            self._ratios = optimize.rate_ratios(self._optimizer(), self.config.lr)
 
     def on_train_start(self) -> None:
         optimize.adapt_state(self._optimizer())
@@ -251,7 +256,7 @@ class TrainingModule(pl.LightningModule):
         if not schedulers:
             steps = int(self.trainer.num_training_batches)
             rate = learning_rate(self.config, self.global_step, steps)
-            optimize.set_learning_rate(self._optimizer(), rate)
+            optimize.set_learning_rate(self._optimizer(), rate, self._ratios)
         if self.graph is None:
             loss, predictions, shown = self.gradients(inputs, labels)
             optimizer.step()  # type: ignore[union-attr]

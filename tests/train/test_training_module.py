@@ -29,6 +29,7 @@ from spikefuse.train import (
     run,
     training_module,
 )
+from spikefuse.train.optimize import learning_rate
 from spikefuse.train.predict import evaluate
 from spikefuse.train.processes import Processes
 from spikefuse.train.seeding import order
@@ -321,6 +322,47 @@ def test_optimizers_that_the_step_cannot_use() -> None:
     for kind, message in ((Two, "returned 2 optimizers: expected one"), (Plateau, "needs a metr")):
         with pytest.raises(ConfigError, match=message):
             trainer().fit(kind(CONFIG), datamodule=DataModule(CONFIG))
+
+
+class Grouped(TrainingModule):
+    """Has a group of parameters with a learning rate and a momentum of its own."""
+
+    def configure_optimizers(self) -> Any:
+        self.seen: list[list[float]] = []
+        first, *others = self.parameters()
+        own = {"params": [first], "lr": 0.5, "momentum": 0.25}
+        return torch.optim.SGD([own, {"params": others}], lr=0.01, momentum=0.9)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.seen.append([g[name] for g in optimizer.param_groups for name in ("lr", "momentum")])
+
+
+def test_groups_of_parameters_keep_their_options(tmp_path: Path) -> None:
+    config = TrainConfig(
+        dataset="digits", model="mlp", batch_size=256, epochs=2, schedule="cosine", lr=0.01
+    )
+    fit, module, examples = trainer(), Grouped(config), DataModule(config)
+    fit.fit(module, datamodule=examples)
+    rates = [learning_rate(config, step, 5) for step in range(10)]
+    expected = [pytest.approx([50 * rate, 0.25, rate, 0.9]) for rate in rates]
+    assert module.seen == expected
+
+    path, first, resumed = str(tmp_path / "first.ckpt"), Grouped(config), Grouped(config)
+    short = trainer(max_steps=5)
+    short.fit(first, datamodule=DataModule(config))
+    short.save_checkpoint(path)
+    trainer().fit(resumed, datamodule=DataModule(config), ckpt_path=path)
+    assert first.seen + resumed.seen == expected
+
+
+def test_a_learning_rate_that_the_schedule_replaces() -> None:
+    class Own(TrainingModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.25)
+
+    message = r"with lr=0.25, which the schedule replaces by that of the configuration, 0.001"
+    with pytest.warns(UserWarning, match=message):
+        trainer(fast_dev_run=True).fit(Own(CONFIG), datamodule=DataModule(CONFIG))
 
 
 def test_a_schedule_ends_with_the_trainer() -> None:
