@@ -26,7 +26,7 @@ from spikefuse.train.conflicts import ignored_neuron
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.optimize import learning_rate
 from spikefuse.train.processes import Processes
-from spikefuse.train.seeding import Purpose, reseed
+from spikefuse.train.seeding import Purpose, reseed, reseeded
 from spikefuse.train.tasks import Totals
 from spikefuse.transforms.graph_step import DDP_WARMUP, GraphStep, graph_step
 
@@ -411,13 +411,13 @@ class TrainingModule(pl.LightningModule):
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to `eval_totals`."""
-        reseed(self.config.seed, Purpose.EVALUATION, batch_idx)
         inputs, labels = batch
         share = self.processes.share(len(labels))
         labels = labels[share]
         if len(labels) == 0:  # the last batch may have fewer samples than there are processes
             return
-        predictions = self.task.predict(self.outputs(self.encode(inputs, share)))
+        with reseeded(self.config.seed, Purpose.EVALUATION, batch_idx, self.device):
+            predictions = self.task.predict(self.outputs(self.encode(inputs, share)))
         self.eval_totals.add(predictions, labels)
 
     # Checkpoints

@@ -5,6 +5,7 @@ The last tests run it, and the data module, in a Lightning trainer of the user's
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import time
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.utils.data import DataLoader, TensorDataset
 
 from spikefuse import train
 from spikefuse.data import DATASETS, Dataset, Frames
@@ -294,6 +296,25 @@ def test_epochs_that_the_trainer_shortens(limit: int | float) -> None:
     orders = [order(len(examples.training), CONFIG.seed, epoch).split(256) for epoch in (0, 1)]
     rows = [*orders[0][:taken], *orders[1][:taken]]
     assert seen == [examples.training.labels[row].tolist() for row in rows]
+
+
+def test_a_data_loader_shuffles_each_epoch_anew() -> None:
+    """It draws from the generator that training and validation seed."""
+    seen: list[list[int]] = []
+
+    class Watched(TrainingModule):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            seen.append(batch[0][:, 0, 0, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+    config = dataclasses.replace(CONFIG, epochs=4, encoding="poisson")
+    images = torch.arange(64, dtype=torch.uint8).view(64, 1, 1, 1).expand(64, 1, 8, 8)
+    examples = TensorDataset(images, torch.arange(64) % 10)
+    loaders = DataLoader(examples, 64, shuffle=True), DataLoader(examples, 64)
+    fit = trainer()
+    fit.fit_loop.max_epochs = 4
+    fit.fit(Watched(config), *loaders)
+    assert len({*map(tuple, seen)}) == 4
 
 
 def test_processes_that_the_module_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
