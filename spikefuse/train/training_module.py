@@ -23,6 +23,7 @@ from spikefuse.train.batches import WHOLE, Batch
 from spikefuse.train.checkpoint import KEY, EpochMetrics, entry, same_types
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.conflicts import ignored_neuron
+from spikefuse.train.extras import optional_callbacks
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.optimize import learning_rate
 from spikefuse.train.processes import Processes
@@ -186,6 +187,10 @@ class TrainingModule(pl.LightningModule):
         """
         return optimize.make_optimizer(self.config, self, self.device)
 
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """Return the callbacks for `config.patience` and `config.ema`, which Lightning adds."""
+        return optional_callbacks(self.config)
+
     # Training
 
     def on_fit_start(self) -> None:
@@ -251,6 +256,7 @@ class TrainingModule(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         reseed(self.config.seed, Purpose.STEP, self.global_step)
         inputs, labels = batch
+        self._check_inputs(inputs)
         optimizer = self.optimizers(use_pl_optimizer=True)
         schedulers = self._schedulers()
         if not schedulers:
@@ -291,6 +297,15 @@ class TrainingModule(pl.LightningModule):
         )
         self.activity.count()
         return loss, predictions, labels[share]
+
+    def _check_inputs(self, inputs: Tensor) -> None:
+        """Refuse images that a loader has scaled, since `encode` divides them by 255."""
+        is_own = type(self).encode is not TrainingModule.encode
+        if self.config.data.kind == "images" and inputs.is_floating_point() and not is_own:
+            raise ConfigError(
+                f"the loader yields {inputs.dtype} images: expected bytes, torch.uint8, which "
+                "`encode` divides by 255; or override `encode`"
+            )
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Compute the loss and the penalties of the most recent call of the network."""
@@ -412,6 +427,7 @@ class TrainingModule(pl.LightningModule):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to `eval_totals`."""
         inputs, labels = batch
+        self._check_inputs(inputs)
         share = self.processes.share(len(labels))
         labels = labels[share]
         if len(labels) == 0:  # the last batch may have fewer samples than there are processes

@@ -298,6 +298,30 @@ def test_epochs_that_the_trainer_shortens(limit: int | float) -> None:
     assert seen == [examples.training.labels[row].tolist() for row in rows]
 
 
+def test_callbacks_of_the_settings() -> None:
+    config = dataclasses.replace(CONFIG, ema=0.5, patience=1, lr=1e-30, epochs=9)
+    fit, module = trainer(), TrainingModule(config)
+    fit.fit_loop.max_epochs = 9
+    fit.fit(module, datamodule=DataModule(config))
+    assert len(module.history) < 9  # the average of batch norm statistics may change some
+    assert [type(callback).__name__ for callback in fit.callbacks] == ["Patience", "MovingAverage"]
+
+
+def test_a_loader_of_scaled_images_is_refused() -> None:
+    loader = DataLoader(TensorDataset(torch.rand(64, 1, 8, 8), torch.arange(64) % 10), 64)
+    message = r"the loader yields torch\.float32 images: expected bytes, torch\.uint8"
+    with pytest.raises(ConfigError, match=message):
+        trainer().fit(TrainingModule(CONFIG), loader, loader)
+    with pytest.raises(ConfigError, match=message):
+        trainer().validate(TrainingModule(CONFIG), loader, verbose=False)
+
+    class Scaled(TrainingModule):
+        def encode(self, inputs: torch.Tensor, share: slice = slice(None)) -> torch.Tensor:
+            return inputs[share].expand(2, *inputs[share].shape)
+
+    trainer().fit(Scaled(CONFIG), loader, loader)
+
+
 def test_a_data_loader_shuffles_each_epoch_anew() -> None:
     """It draws from the generator that training and validation seed."""
     seen: list[list[int]] = []
