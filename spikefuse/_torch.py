@@ -292,6 +292,14 @@ def hooks_of(modules: Iterable[nn.Module]) -> tuple[list[int], list[int]]:
     return forward, backward
 
 
+def user_hooks(module: nn.Module) -> list[Any]:
+    """Return the forward hooks and pre-hooks of a module, without our own and those with which
+    torch.nn.utils computes weights."""
+    found = chain.from_iterable(vars(module)[name].values() for name in _FORWARD_HOOKS)
+    others = "torch.nn.utils.", "spikefuse."
+    return [hook for hook in found if not str(hook.__module__).startswith(others)]
+
+
 _GLOBAL_HOOKS = [
     value for name, value in vars(modules).items()
     if name.startswith(("_global_forward", "_global_backward")) and name.endswith("hooks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -320,6 +321,16 @@ def test_hooks_of_modules() -> None:
     assert _torch.has_global_hooks()
     handle.remove()
     assert not _torch.has_global_hooks()
+
+
+def test_hooks_of_a_user() -> None:
+    net = nn.utils.spectral_norm(nn.Linear(2, 2))  # type: ignore[no-untyped-call]
+    net.register_forward_pre_hook(spikes.unpack)
+    assert len(_torch.hooks_of([net])[0]) == 2
+    assert _torch.user_hooks(net) == []
+    net.register_forward_hook(print)
+    net.register_forward_pre_hook(functools.partial(print))
+    assert len(_torch.user_hooks(net)) == 2
 
 
 class Same(nn.Linear):

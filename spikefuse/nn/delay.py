@@ -179,8 +179,10 @@ class DelayedLinear(_Delays):
     def taps(self) -> Tensor:
         """Return the weights `[out_features, in_features, max_delay + 1]` of the steps that an
         output sees, the earliest first."""
-        lags = torch.arange(self.max_delay, -1, -1, device=self.delay.device)
-        distance = lags - self.delays().unsqueeze(-1)
+        # Half precision has no integers beyond 256, or 2048: several lags would be one delay.
+        dtype = torch.promote_types(self.delay.dtype, torch.float32)
+        lags = torch.arange(self.max_delay, -1, -1, dtype=dtype, device=self.delay.device)
+        distance = lags - self.delays().to(dtype).unsqueeze(-1)
         if not self.training:
             bump: Tensor = distance == 0
         elif self.kernel == "gaussian":
@@ -188,7 +190,7 @@ class DelayedLinear(_Delays):
         else:
             bump = (1 - distance.abs() / (1 + self.sigma)).clamp(min=0)
             bump = bump / bump.sum(-1, keepdim=True)
-        return self.weight.unsqueeze(-1) * bump
+        return self.weight.unsqueeze(-1) * bump.to(self.weight.dtype)
 
     def over_time(self, x: Tensor) -> Tensor:  # type: ignore[override]
         if x.ndim != 3 or x.shape[2] != self.in_features:

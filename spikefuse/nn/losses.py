@@ -3,8 +3,8 @@
 Outputs are `[T, B, N]`: T steps, B samples and N neurons, one per class unless stated otherwise;
 targets are class indices `[B]`, integers, or class probabilities `[B, N]`, such as those that
 `data.mixup` and `data.cutmix` return. With probabilities p, the desired value of a neuron is
-`p correct + (1 - p) incorrect`. Cross-entropies ignore samples of class -100, as in PyTorch. Each
-loss is a scalar, a mean over the batch, and computed in float32, or in float64 for outputs in
+`p correct + (1 - p) incorrect`. Samples of class -100 are left out, as by PyTorch's cross-entropy.
+Each loss is a scalar, a mean over the batch, and computed in float32, or in float64 for outputs in
 float64. For class weights or other reductions, call `torch.nn.functional.cross_entropy` on the same
 arguments.
 
@@ -77,11 +77,7 @@ def ce_rate(
     losses = F.cross_entropy(x.flatten(0, 1), labels, reduction="none").view(x.shape[:2])
     if weight != 0:
         losses = (1 - weight) * losses + weight * (x - level).square().mean(2)
-    losses = readouts.mean(losses, lengths)
-    if target.ndim > 1:
-        return losses.mean()
-    is_counted = target != IGNORED
-    return losses.where(is_counted, 0).sum() / is_counted.sum()
+    return mean_of_counted(readouts.mean(losses, lengths), target)
 
 
 def ce_max_membrane(v: Tensor, target: Tensor, lengths: Lengths = None) -> Tensor:
@@ -129,7 +125,8 @@ def mse_count(
     spikes, target = _checked(spikes, target)
     steps = readouts.steps_of(spikes, lengths)
     wanted = steps * _per_class(spikes, target, correct_rate, incorrect_rate)
-    return ((readouts.sum(spikes, lengths) - wanted).square() / steps).mean()
+    errors = (readouts.sum(spikes, lengths) - wanted).square() / steps
+    return mean_of_counted(errors.mean(1), target)
 
 
 def mse_membrane(
@@ -153,7 +150,7 @@ def mse_membrane(
     """
     v, target = _checked(v, target)
     errors = readouts.filled(v, lengths, 0) - _per_class(v, target, correct, incorrect)
-    return readouts.mean(errors.square(), lengths).mean()
+    return mean_of_counted(readouts.mean(errors.square(), lengths).mean(1), target)
 
 
 def ce_temporal(spikes: Tensor, target: Tensor, lengths: Lengths = None) -> Tensor:
@@ -203,7 +200,8 @@ def mse_temporal(
     spikes, target = _checked(spikes, target)
     steps = readouts.steps_of(spikes, lengths)
     wanted = _per_class(spikes, target, correct, steps if incorrect is None else incorrect)
-    return ((first_spike_time(spikes, lengths) - wanted) / steps).square().mean()
+    errors = ((first_spike_time(spikes, lengths) - wanted) / steps).square()
+    return mean_of_counted(errors.mean(1), target)
 
 
 def first_spike_time(spikes: Tensor, lengths: Lengths = None) -> Tensor:
@@ -322,10 +320,19 @@ def pool_population(x: Tensor, num_classes: int) -> Tensor:
     return x.unflatten(-1, (num_classes, -1)).sum(-1, dtype=readouts.precise(x))
 
 
+def mean_of_counted(values: Tensor, target: Tensor) -> Tensor:
+    """Return the mean of values `[B]` over the samples that are not ignored."""
+    if target.ndim > 1:
+        return values.mean()
+    is_counted = target != IGNORED
+    return values.where(is_counted, 0).sum() / is_counted.sum()
+
+
 def _per_class(x: Tensor, target: Tensor, correct: float, incorrect: float | Tensor) -> Tensor:
     """Return `[B, N]`: `correct` for the neuron of each target, `incorrect` for all others."""
     if target.ndim == 1:
-        target = x.new_zeros(x.shape[1:]).scatter_(1, target.unsqueeze(1), 1.0)
+        classes = target.where(target != IGNORED, 0).unsqueeze(1)
+        target = x.new_zeros(x.shape[1:]).scatter_(1, classes, 1.0)
     return incorrect + (correct - incorrect) * target
 
 

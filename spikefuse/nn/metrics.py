@@ -1,4 +1,7 @@
-"""Accuracies of spiking outputs `[T, B, N]`, with targets `[B]` of class indices."""
+"""Accuracies of spiking outputs `[T, B, N]`, with targets `[B]` of class indices.
+
+Samples of class -100 are left out, as by the losses.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from torch import Tensor
 
 from spikefuse.neurons.checks import check_tensor
 from spikefuse.nn import readouts
-from spikefuse.nn.losses import first_spike_time
+from spikefuse.nn.losses import first_spike_time, mean_of_counted
 from spikefuse.nn.readouts import Lengths
 
 
@@ -28,7 +31,8 @@ def accuracy_by_rate(spikes: Tensor, target: Tensor, lengths: Lengths = None) ->
         TypeError, ValueError: wrong dtypes or shapes.
     """
     _check(spikes, target)
-    return (readouts.sum(spikes, lengths).argmax(-1) == target).float().mean()
+    is_correct = readouts.sum(spikes, lengths).argmax(-1) == target
+    return mean_of_counted(is_correct.float(), target)
 
 
 def accuracy_by_first_spike(spikes: Tensor, target: Tensor, lengths: Lengths = None) -> Tensor:
@@ -51,7 +55,7 @@ def accuracy_by_first_spike(spikes: Tensor, target: Tensor, lengths: Lengths = N
     _check(spikes, target)
     first = first_spike_time(spikes.detach(), lengths).min(-1).indices
     fires = readouts.filled(spikes, lengths, 0).any(0).any(-1)
-    return (fires & (first == target)).float().mean()
+    return mean_of_counted((fires & (first == target)).float(), target)
 
 
 def _check(spikes: Tensor, target: Tensor) -> None:

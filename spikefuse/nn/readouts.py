@@ -32,6 +32,7 @@ def valid_steps(lengths: Tensor, num_steps: int) -> Tensor:
         raise TypeError(f"lengths is {lengths.dtype}: expected integers")
     if lengths.ndim != 1:
         raise ValueError(f"lengths has shape {list(lengths.shape)}: expected [B]")
+    lengths = lengths.long()  # uint8 would be compared with T modulo 256
     is_known = lengths.is_cpu and is_plain((lengths,))  # else reading it would wait for a GPU
     if is_known and not bool(((lengths >= 1) & (lengths <= num_steps)).all()):
         raise ValueError(f"lengths is {lengths.tolist()}: expected steps from 1 to T = {num_steps}")

@@ -423,6 +423,9 @@ def check_state(state: dict[str, States], layers: Mapping[str, nn.Module]) -> No
             f"state has entries for ({', '.join(state)}): expected ({', '.join(layers)}), as "
             "return_state=True returned"
         )
+    for name, states in state.items():
+        if isinstance(states, Tensor):
+            raise TypeError(f"state[{name!r}] is a tensor: expected a tuple of tensors")
 
 
 def _names(inputs: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:

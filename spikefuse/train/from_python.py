@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from spikefuse.data import Dataset
@@ -95,9 +96,16 @@ def fit(
         if last.exists():
             loaded = load(last)
             config = _check(loaded.config, config, options.out)
-            return run.train(config, replace(options, out=None), loaded)
+            return _train(config, replace(options, out=None), loaded)
         shutil.rmtree(options.out)  # the run ended in its first epoch
-    return run.train(config, options)
+    return _train(config, options)
+
+
+def _train(*arguments: Any) -> dict[str, Any]:
+    """Train, and then restore PyTorch's random generators, such as for a random search."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        return run.train(*arguments)
 
 
 def _registered(builder: Builder) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ MOMENTUM = 0.9
 # Of the one-cycle schedule: the highest learning rate over the first, and the first over the last.
 RISE_FACTOR, FALL_FACTOR = 25.0, 1e4
 STEP_FACTOR = 0.1
+# Options of an optimizer that say how, not what, it computes.
+FORMS = "fused", "foreach", "capturable"
 # Called with a loss, and whether it is the last one of this optimizer step.
 Backward = Callable[[Tensor, bool], None]
 
@@ -113,8 +116,8 @@ def adapt_state(optimizer: Optimizer) -> None:
     fused = optimizer.defaults.get("fused")
     for group in optimizer.param_groups:
         # A CUDA graph saves other forms.
-        own = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"]}
-        group.update({**optimizer.defaults, **own})
+        forms = {name: optimizer.defaults[name] for name in FORMS if name in optimizer.defaults}
+        group.update({**forms, "lr": float(group["lr"])})
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
@@ -167,13 +170,43 @@ def _cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def set_learning_rate(optimizer: Optimizer, value: float) -> None:
-    """Set the learning rate of the next step; a rate held in a tensor is overwritten in place."""
-    for group in optimizer.param_groups:
+def rate_ratios(optimizer: Optimizer, rate: float) -> list[float]:
+    """Return the learning rate of each group of parameters over that of the optimizer.
+
+    Args:
+        optimizer: before its first step.
+        rate: that of the configuration.
+
+    Warns:
+        UserWarning: the optimizer was made with another learning rate than `rate`.
+    """
+    own = float(optimizer.defaults.get("lr", rate))
+    argument = inspect.signature(type(optimizer)).parameters.get("lr")
+    if own != rate and (argument is None or own != argument.default):
+        warnings.warn(
+            f"configure_optimizers has returned an optimizer with lr={own:g}, which the schedule "
+            f"replaces by that of the configuration, {rate:g}: choose TrainConfig(lr={own:g}), or "
+            "return a scheduler with the optimizer",
+            stacklevel=2,
+        )
+    return [float(group["lr"]) / own if own else 1.0 for group in optimizer.param_groups]
+
+
+def set_learning_rate(
+    optimizer: Optimizer, value: float, ratios: Sequence[float] | None = None
+) -> None:
+    """Set the learning rate of the next step; a rate held in a tensor is overwritten in place.
+
+    Args:
+        ratios: of each group, to multiply its rate; by default 1.
+    """
+    for i, group in enumerate(optimizer.param_groups):
+        # In float32, as `learning_rate`.
+        rate = torch.tensor(value * (ratios[i] if ratios else 1.0), dtype=torch.float32).item()
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(value)
+            group["lr"].fill_(rate)
         else:
-            group["lr"] = value
+            group["lr"] = rate
 
 
 def clip(optimizer: Optimizer, max_norm: float | None) -> None:

@@ -31,7 +31,7 @@ from spikefuse.train.callbacks import CheckpointSaver, MetricsWriter, ProgressRe
 from spikefuse.train.checkpoint import BEST, LAST, LoadedRun, load, load_weights
 from spikefuse.train.config import RunOptions, TrainConfig
 from spikefuse.train.data_module import DataModule
-from spikefuse.train.extras import check_logger, make_logger, optional_callbacks
+from spikefuse.train.extras import check_logger, make_logger
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.output import show
 from spikefuse.train.plots import plot_curves, plot_raster
@@ -245,7 +245,7 @@ def _fit(
     config, processes = module.config, module.processes
     with _quiet(), threads(config), SignalHandler(directory / LAST, processes) as signals:
         saver = CheckpointSaver(directory, signals)
-        callbacks: list[pl.Callback] = [*optional_callbacks(config), saver]
+        callbacks: list[pl.Callback] = [saver]
         if processes.main:
             callbacks = [ProgressReporter(), MetricsWriter(directory), *callbacks]
         trainer = _trainer(module, device, callbacks, directory)

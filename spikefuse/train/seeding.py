@@ -5,6 +5,8 @@ A run resumed at step n therefore continues exactly, without any saved generator
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from enum import IntEnum
 
 import numpy as np
@@ -30,6 +32,17 @@ def derive(seed: int, purpose: Purpose, index: int = 0) -> int:
 def reseed(seed: int, purpose: Purpose, index: int = 0) -> None:
     """Seed PyTorch's global generators on all devices."""
     torch.manual_seed(derive(seed, purpose, index))
+
+
+@contextlib.contextmanager
+def reseeded(seed: int, purpose: Purpose, index: int, device: torch.device) -> Iterator[None]:
+    """Seed PyTorch's global generators for a block, and then restore those of the CPU and `device`.
+
+    A `DataLoader` draws the order of an epoch from the former.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        reseed(seed, purpose, index)
+        yield
 
 
 def order(count: int, seed: int, epoch: int) -> Tensor:

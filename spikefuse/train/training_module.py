@@ -23,10 +23,11 @@ from spikefuse.train.batches import WHOLE, Batch
 from spikefuse.train.checkpoint import KEY, EpochMetrics, entry, same_types
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.conflicts import ignored_neuron
+from spikefuse.train.extras import optional_callbacks
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.optimize import learning_rate
 from spikefuse.train.processes import Processes
-from spikefuse.train.seeding import Purpose, reseed
+from spikefuse.train.seeding import Purpose, reseed, reseeded
 from spikefuse.train.tasks import Totals
 from spikefuse.transforms.graph_step import DDP_WARMUP, GraphStep, graph_step
 
@@ -77,6 +78,7 @@ class TrainingModule(pl.LightningModule):
         self.totals, self.eval_totals = Totals(self.task), Totals(self.task)
         self._clock, self._clock_count, self._waited, self._batch_end = 0.0, 0, 0.0, 0.0
         self.graph: GraphStep | None = None  # of the training step
+        self._ratios: list[float] | None = None  # of learning rates of groups of parameters
 
     def make_network(self) -> Temporal:
         """Build the network, whose outputs are `[T, B, classes]`, or `[T, B, K]` for K values.
@@ -179,9 +181,15 @@ class TrainingModule(pl.LightningModule):
         """Create the optimizer of `config`, whose schedule sets its learning rate at each step.
 
         A subclass may return one optimizer of its own, alone for that schedule, or with schedulers
-        in a form that Lightning accepts, which then step after each optimizer step.
+        in a form that Lightning accepts, which then step after each optimizer step. The schedule
+        sets `config.lr`; a group of parameters with a learning rate of its own keeps the ratio of
+        that rate to the optimizer's.
         """
         return optimize.make_optimizer(self.config, self, self.device)
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """Return the callbacks for `config.patience` and `config.ema`, which Lightning adds."""
+        return optional_callbacks(self.config)
 
     # Training
 
@@ -206,6 +214,8 @@ class TrainingModule(pl.LightningModule):
                 f"{self.config.schedule} is for {epochs}: choose Trainer(max_epochs={epochs}), or "
                 "other epochs in TrainConfig"
             )
+        if not self._schedulers():  # before a checkpoint restores the current rates
+            self._ratios = optimize.rate_ratios(self._optimizer(), self.config.lr)
 
     def on_train_start(self) -> None:
         optimize.adapt_state(self._optimizer())
@@ -246,12 +256,13 @@ class TrainingModule(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         reseed(self.config.seed, Purpose.STEP, self.global_step)
         inputs, labels = batch
+        self._check_inputs(inputs)
         optimizer = self.optimizers(use_pl_optimizer=True)
         schedulers = self._schedulers()
         if not schedulers:
             steps = int(self.trainer.num_training_batches)
             rate = learning_rate(self.config, self.global_step, steps)
-            optimize.set_learning_rate(self._optimizer(), rate)
+            optimize.set_learning_rate(self._optimizer(), rate, self._ratios)
         if self.graph is None:
             loss, predictions, shown = self.gradients(inputs, labels)
             optimizer.step()  # type: ignore[union-attr]
@@ -286,6 +297,15 @@ class TrainingModule(pl.LightningModule):
         )
         self.activity.count()
         return loss, predictions, labels[share]
+
+    def _check_inputs(self, inputs: Tensor) -> None:
+        """Refuse images that a loader has scaled, since `encode` divides them by 255."""
+        is_own = type(self).encode is not TrainingModule.encode
+        if self.config.data.kind == "images" and inputs.is_floating_point() and not is_own:
+            raise ConfigError(
+                f"the loader yields {inputs.dtype} images: expected bytes, torch.uint8, which "
+                "`encode` divides by 255; or override `encode`"
+            )
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Compute the loss and the penalties of the most recent call of the network."""
@@ -406,13 +426,14 @@ class TrainingModule(pl.LightningModule):
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to `eval_totals`."""
-        reseed(self.config.seed, Purpose.EVALUATION, batch_idx)
         inputs, labels = batch
+        self._check_inputs(inputs)
         share = self.processes.share(len(labels))
         labels = labels[share]
         if len(labels) == 0:  # the last batch may have fewer samples than there are processes
             return
-        predictions = self.task.predict(self.outputs(self.encode(inputs, share)))
+        with reseeded(self.config.seed, Purpose.EVALUATION, batch_idx, self.device):
+            predictions = self.task.predict(self.outputs(self.encode(inputs, share)))
         self.eval_totals.add(predictions, labels)
 
     # Checkpoints

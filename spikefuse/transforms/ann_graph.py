@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from torch.nn.utils.parametrize import is_parametrized
 
+from spikefuse._torch import hooks_of, user_hooks
 from spikefuse.graph.nodes import name_of
 from spikefuse.kernels.norm import BatchNorm
 from spikefuse.nn.activations import FUNCTIONS, METHODS, QCFS
@@ -168,7 +169,7 @@ def fold_norms(net: fx.GraphModule, num_dims: Mapping[fx.Node, int]) -> None:
         layer = net.get_submodule(above.target)
         if calls.count(node.target) > 1 or calls.count(above.target) > 1:
             continue
-        if is_parametrized(layer) or is_parametrized(norm):
+        if is_parametrized(layer) or is_parametrized(norm) or any(hooks_of([layer, norm])):
             continue
         if isinstance(layer, nn.Linear) and num_dims[above] == 2:
             folded: nn.Module = fuse_linear_bn_eval(layer, norm)
@@ -286,6 +287,12 @@ def rewrite(
     converted: dict[fx.Node, fx.Node] = {}
     # Before modules are replaced, which may be called several times.
     relus = {node for node in neurons if is_relu(net, node)}
+    for node in relus:
+        if node.op == "call_module" and user_hooks(net.get_submodule(str(node.target))):
+            raise ValueError(
+                f"'{node.target}' has hooks, which the neuron in its place would not have: remove "
+                "them, and register them on the neuron"
+            )
     kept = [node.target for node in graph.find_nodes(op="call_module") if node not in relus]
     replaced_modules = {node.target for node in relus if node.target not in kept}
     taken = {name for name, _ in net.named_modules()} - replaced_modules

@@ -149,7 +149,7 @@ def from_ann(
         TypeError: `net` is not a module or does not return a tensor, a batch has no tensors, or
             `also` has no classes.
         ValueError: an argument is out of range, torch.fx cannot trace `net`, its samples depend on
-            each other, it has no ReLU, or there are no data.
+            each other, it has no ReLU, or one with hooks, or there are no data.
     """
     check_module("net", net)
     if num_steps < 1 or not (share is None or 0 < share <= 1):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from spikefuse._torch import user_hooks
 from spikefuse.graph.nodes import name_of
 from spikefuse.neurons.if_ import IF
 from spikefuse.neurons.lif import LIF
@@ -57,12 +58,19 @@ def to_integers(net: Temporal, step: float = 1.0, bits: int = 8) -> list[Layer]:
     Raises:
         TypeError: `net` is not a `Temporal`.
         ValueError: `step` is not a power of two, torch.fx cannot trace the network, or a layer is
-            none of these, is not quantized, or may have sums of 2^24 units. The error names it.
+            none of these, has hooks, is not quantized, or may have sums of 2^24 units. The error
+            names it.
     """
     if not isinstance(net, Temporal):
         raise TypeError(f"net is {net!r}: expected a spikefuse.Temporal")
     if not (step > 0 and math.frexp(step)[0] == 0.5):
         raise ValueError(f"step is {step!r}: expected a power of two, such as 1 / 256")
+    for name, part in net.named_modules():
+        if user_hooks(part):
+            kind = type(part).__name__
+            raise ValueError(
+                f"'{name}' ({kind}) has hooks, which the integers do not hold: remove them"
+            )
     graph, values = traced(net.net), (step, 2.0**bits)
     layers, before = list[Layer](), None
     for node in graph.graph.nodes:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from spikefuse._torch import user_hooks
 from spikefuse.block.block import Block
 from spikefuse.events.linear import EventLinear
 from spikefuse.kernels.norm import BatchNorm
@@ -34,6 +35,7 @@ Layer = Neuron | Recurrent | Feedback
 Sources = tuple[str, ...]  # the nodes whose outputs are added
 
 _ADDITIONS = (add, iadd, torch.add)
+_NO_HOOKS = "which a graph does not hold: remove them, or write what they change as layers"
 _IGNORED = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _REASONS: dict[Any, str] = {
     nn.MaxPool2d: "NIR has no max pooling: train with nn.AvgPool2d, or a convolution with a stride",
@@ -76,7 +78,7 @@ def to_nir(net: nn.Module, sample: Tensor, *, dt: float) -> Any:
         TypeError: an argument has the wrong type.
         ValueError: `dt` is not positive, or a part of the network has no equivalent in NIR: soft
             resets, max pooling, and neurons other than `IF`, `LIF`, `PLIF`, `CubaLIF`, `LI` and
-            `DelayedResetLIF` with a hard reset. The error lists all of them.
+            `DelayedResetLIF` with a hard reset; hooks. The error lists all of them.
 
     Source: Pedersen et al., "Neuromorphic intermediate representation: A unified instruction set
     for interoperable brain-inspired computing", Nature Communications 15, 2024.
@@ -93,6 +95,8 @@ def to_nir(net: nn.Module, sample: Tensor, *, dt: float) -> Any:
         if isinstance(module, Temporal) and module is not net:
             raise ValueError(f"'{name}' is a Temporal inside the network: pass that alone")
     temporal = net if isinstance(net, Temporal) else Temporal(net)
+    if user_hooks(temporal) or user_hooks(temporal.net):
+        raise ValueError(f"the network has hooks, {_NO_HOOKS}")
     graph = _traced(copied(temporal.net).eval())
     run = Temporal(_ShapeRecorder(graph))
     with torch.no_grad():
@@ -204,6 +208,8 @@ class _Writer:
         module = graph.get_submodule(str(node.target))
         if len(read) != len(node.args) or node.kwargs:
             raise Refusal("it is called with options: call it with its input alone")
+        if any(map(user_hooks, module.modules())):
+            raise Refusal(f"it has hooks, {_NO_HOOKS}")
         sources = [found[arg] for arg in read]
         if isinstance(module, Block):
             self.fold(graph, module.norm, read[0], sources[0])

@@ -159,7 +159,8 @@ def _fold(net: Temporal, x: Tensor) -> None:
 def _quantize_weights(net: Temporal, bits: int) -> None:
     for name, layer in [*net.named_modules()]:
         if isinstance(layer, LAYERS):
-            if is_parametrized(layer):
+            own = dict(layer.named_parameters(recurse=False))
+            if is_parametrized(layer) or "weight" not in own:  # hooks compute it
                 raise ValueError(
                     f"'{name}' has parametrizations, from sf.quantize or such as weight_norm: "
                     "expected a network whose weights are parameters"
@@ -178,8 +179,8 @@ def _quantize_weights(net: Temporal, bits: int) -> None:
         elif isinstance(layer, BatchNorm) or [*layer.parameters(recurse=False)]:
             raise ValueError(
                 f"'{name}' is a {type(layer).__name__}, which cannot be quantized: expected "
-                f"{', '.join(kind.__name__ for kind in LAYERS)}, a batch norm right behind one, or "
-                "a neuron"
+                f"{', '.join(kind.__name__ for kind in LAYERS)}, a batch norm right behind one, "
+                "both without hooks, or a neuron"
             )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from spikefuse._torch import children_of
+from spikefuse._torch import children_of, user_hooks
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.activations import ACTIVATIONS, FUNCTIONS, METHODS
 from spikefuse.nn.neuron import check_module
@@ -50,7 +50,8 @@ def spiking(
     Raises:
         TypeError: `model` is not a module, `neuron` does not make neurons, or `replace`
             is no tuple.
-        ValueError: the model has no activation module; it is or contains a Temporal; or its code
+        ValueError: the model has no activation module, or one with hooks; it is or contains a
+            Temporal; or its code
             calls an activation as a function or tensor method (`F.relu`, `x.relu()`), which no
             neuron can replace. Calls are found in the source of the model's classes, not in
             functions that these call, nor in layers of torch.nn such as nn.LSTM.
@@ -83,6 +84,12 @@ def spiking(
         raise ValueError(
             "the model has no activation to replace: expected modules such as nn.ReLU in it"
         )
+    for _, name, child in activations:
+        if user_hooks(child):
+            raise ValueError(
+                f"'{name}' ({type(child).__name__}) has hooks, which the neuron in its place would "
+                "not have: remove them, and register them on the neuron"
+            )
     made: set[Neuron] = set()
     for parent, name, child in activations:
         setattr(parent, name, _new(neuron, made).train(child.training))

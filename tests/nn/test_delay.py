@@ -97,6 +97,21 @@ def test_evaluation_is_an_exact_delay_line(layer):
     torch.testing.assert_close(y, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("training", [False, True])
+def test_long_delays_in_half_precision(dtype, training):
+    most = 300 if dtype == torch.bfloat16 else 2100
+    layer = sf.DelayedLinear(2, 3, most, kernel="triangular", sigma=0.0).train(training)
+    with torch.no_grad():
+        layer.delay.copy_(torch.tensor([[most - 44.0, most], [most - 43, 0], [most - 42, 7]]))
+    layer = layer.to(dtype)
+    delays, taps = layer.delays(), layer.taps()
+    assert taps.dtype == dtype
+    at_delay = taps.flip(-1).gather(-1, delays.long().unsqueeze(-1)).squeeze(-1)
+    assert torch.equal(at_delay, layer.weight)  # and no other step has a weight
+    assert taps.count_nonzero() == delays.numel()
+
+
 def test_images():
     layer = sf.Delay(3, 4).eval()
     x = torch.rand(T, B, 3, 2, 2)

@@ -223,9 +223,16 @@ def test_whole_numbers(name: str, dtype: torch.dtype) -> None:
         CLASSES[name](spikes(), TARGET.bool())
 
 
-@pytest.mark.parametrize("name", ["ce_count", "ce_rate", "ce_max_membrane", "ce_temporal"])
+@pytest.mark.parametrize("name", CLASSES)
 def test_samples_without_a_class_are_left_out(name: str) -> None:
     torch.manual_seed(0)
     x, target = (torch.rand(5, 3, 4) > 0.5).float(), torch.tensor([1, -100, 2])
-    function = getattr(losses, name)
+    function, lengths = CLASSES[name], torch.tensor([5, 2, 3])
     torch.testing.assert_close(function(x, target), function(x[:, ::2], target[::2]))
+    expected = function(x[:, ::2], target[::2], lengths=lengths[::2])
+    torch.testing.assert_close(function(x, target, lengths=lengths), expected)
+    x.requires_grad_()
+    function(x, target).backward()
+    assert x.grad is not None
+    assert x.grad[:, ::2].any()
+    assert not x.grad[:, 1].any()

@@ -28,6 +28,13 @@ def test_accuracies() -> None:
 
 
 @pytest.mark.parametrize("accuracy", [accuracy_by_rate, accuracy_by_first_spike])
+def test_ignored_samples(accuracy: Callable[[Tensor, Tensor], Tensor]) -> None:
+    target = torch.tensor([1, 0, -100, 2])
+    assert accuracy(SPIKES, target) == accuracy(SPIKES[:, [0, 1, 3]], target[[0, 1, 3]]) > 0.5
+    assert accuracy(SPIKES, torch.full((4,), -100)).isnan()
+
+
+@pytest.mark.parametrize("accuracy", [accuracy_by_rate, accuracy_by_first_spike])
 @pytest.mark.parametrize(
     ("spikes", "target", "error", "message"),
     [

@@ -133,6 +133,15 @@ def test_sums_and_means_are_precise() -> None:
     assert readouts.mean(x, torch.tensor([299])).dtype == torch.float32
 
 
+def test_lengths_of_one_byte() -> None:
+    x = torch.arange(300.0).view(300, 1, 1).expand(300, 2, 1)
+    for lengths in (
+        torch.tensor([255, 3], dtype=torch.uint8),
+        torch.tensor([127, 3]).to(torch.int8),
+    ):
+        assert torch.equal(readouts.last(x, lengths), lengths.float().view(2, 1) - 1)
+
+
 def test_wrong_lengths() -> None:
     with pytest.raises(ValueError, match=r"lengths is \[0, 1, 2, 7\]: expected steps from 1 to T"):
         readouts.mean(outputs(), torch.tensor([0, 1, 2, 7]))

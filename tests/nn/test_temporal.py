@@ -638,6 +638,9 @@ TYPE_ERRORS = {
     r"the input is a list: expected a tensor": lambda: linear()([1.0]),
     r"state is a tuple: expected a dict": lambda: linear()(X, state=(torch.zeros(2, 5),)),
     r"state must be a tuple of tensors \(v,\)": lambda: linear()(X, state={"net.1": 1.0}),
+    r"state\['net.1'\] is a tensor: expected a tuple of tensors": (
+        lambda: linear()(X, state={"net.1": torch.zeros(2, 5)})
+    ),
     r"LIF: x is torch.int64: expected float32": lambda: sf.Temporal(sf.LIF())(X.long()),
 }
 

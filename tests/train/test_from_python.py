@@ -27,8 +27,9 @@ def tiny(neuron, in_channels, num_classes, size):
 
 def test_fit(tmp_path: Path) -> None:
     """A builder; a complete run is not repeated, and other settings are refused."""
-    out = tmp_path / "run"
+    out, before = tmp_path / "run", torch.get_rng_state()
     result = sf.train.fit(TrainConfig(**SETTINGS), model=tiny, out=out, device="cpu", fuse=False)
+    assert torch.equal(torch.get_rng_state(), before)  # the caller's random numbers go on
     assert result == json.loads((out / "result.json").read_text())
     again = sf.train.fit(**SETTINGS, model=tiny, fuse=False, out=str(out), resume=True)
     assert again == result

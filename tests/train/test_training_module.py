@@ -5,6 +5,7 @@ The last tests run it, and the data module, in a Lightning trainer of the user's
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import time
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.utils.data import DataLoader, TensorDataset
 
 from spikefuse import train
 from spikefuse.data import DATASETS, Dataset, Frames
@@ -29,6 +31,7 @@ from spikefuse.train import (
     run,
     training_module,
 )
+from spikefuse.train.optimize import learning_rate
 from spikefuse.train.predict import evaluate
 from spikefuse.train.processes import Processes
 from spikefuse.train.seeding import order
@@ -295,6 +298,49 @@ def test_epochs_that_the_trainer_shortens(limit: int | float) -> None:
     assert seen == [examples.training.labels[row].tolist() for row in rows]
 
 
+def test_callbacks_of_the_settings() -> None:
+    config = dataclasses.replace(CONFIG, ema=0.5, patience=1, lr=1e-30, epochs=9)
+    fit, module = trainer(), TrainingModule(config)
+    fit.fit_loop.max_epochs = 9
+    fit.fit(module, datamodule=DataModule(config))
+    assert len(module.history) < 9  # the average of batch norm statistics may change some
+    assert [type(callback).__name__ for callback in fit.callbacks] == ["Patience", "MovingAverage"]
+
+
+def test_a_loader_of_scaled_images_is_refused() -> None:
+    loader = DataLoader(TensorDataset(torch.rand(64, 1, 8, 8), torch.arange(64) % 10), 64)
+    message = r"the loader yields torch\.float32 images: expected bytes, torch\.uint8"
+    with pytest.raises(ConfigError, match=message):
+        trainer().fit(TrainingModule(CONFIG), loader, loader)
+    with pytest.raises(ConfigError, match=message):
+        trainer().validate(TrainingModule(CONFIG), loader, verbose=False)
+
+    class Scaled(TrainingModule):
+        def encode(self, inputs: torch.Tensor, share: slice = slice(None)) -> torch.Tensor:
+            return inputs[share].expand(2, *inputs[share].shape)
+
+    trainer().fit(Scaled(CONFIG), loader, loader)
+
+
+def test_a_data_loader_shuffles_each_epoch_anew() -> None:
+    """It draws from the generator that training and validation seed."""
+    seen: list[list[int]] = []
+
+    class Watched(TrainingModule):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            seen.append(batch[0][:, 0, 0, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+    config = dataclasses.replace(CONFIG, epochs=4, encoding="poisson")
+    images = torch.arange(64, dtype=torch.uint8).view(64, 1, 1, 1).expand(64, 1, 8, 8)
+    examples = TensorDataset(images, torch.arange(64) % 10)
+    loaders = DataLoader(examples, 64, shuffle=True), DataLoader(examples, 64)
+    fit = trainer()
+    fit.fit_loop.max_epochs = 4
+    fit.fit(Watched(config), *loaders)
+    assert len({*map(tuple, seen)}) == 4
+
+
 def test_processes_that_the_module_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pl.Trainer, "world_size", property(lambda self: 2))
     with pytest.raises(ConfigError, match="the trainer has 2 processes, but the module has 1"):
@@ -321,6 +367,47 @@ def test_optimizers_that_the_step_cannot_use() -> None:
     for kind, message in ((Two, "returned 2 optimizers: expected one"), (Plateau, "needs a metr")):
         with pytest.raises(ConfigError, match=message):
             trainer().fit(kind(CONFIG), datamodule=DataModule(CONFIG))
+
+
+class Grouped(TrainingModule):
+    """Has a group of parameters with a learning rate and a momentum of its own."""
+
+    def configure_optimizers(self) -> Any:
+        self.seen: list[list[float]] = []
+        first, *others = self.parameters()
+        own = {"params": [first], "lr": 0.5, "momentum": 0.25}
+        return torch.optim.SGD([own, {"params": others}], lr=0.01, momentum=0.9)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.seen.append([g[name] for g in optimizer.param_groups for name in ("lr", "momentum")])
+
+
+def test_groups_of_parameters_keep_their_options(tmp_path: Path) -> None:
+    config = TrainConfig(
+        dataset="digits", model="mlp", batch_size=256, epochs=2, schedule="cosine", lr=0.01
+    )
+    fit, module, examples = trainer(), Grouped(config), DataModule(config)
+    fit.fit(module, datamodule=examples)
+    rates = [learning_rate(config, step, 5) for step in range(10)]
+    expected = [pytest.approx([50 * rate, 0.25, rate, 0.9]) for rate in rates]
+    assert module.seen == expected
+
+    path, first, resumed = str(tmp_path / "first.ckpt"), Grouped(config), Grouped(config)
+    short = trainer(max_steps=5)
+    short.fit(first, datamodule=DataModule(config))
+    short.save_checkpoint(path)
+    trainer().fit(resumed, datamodule=DataModule(config), ckpt_path=path)
+    assert first.seen + resumed.seen == expected
+
+
+def test_a_learning_rate_that_the_schedule_replaces() -> None:
+    class Own(TrainingModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.25)
+
+    message = r"with lr=0.25, which the schedule replaces by that of the configuration, 0.001"
+    with pytest.warns(UserWarning, match=message):
+        trainer(fast_dev_run=True).fit(Own(CONFIG), datamodule=DataModule(CONFIG))
 
 
 def test_a_schedule_ends_with_the_trainer() -> None:

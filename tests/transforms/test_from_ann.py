@@ -234,12 +234,37 @@ def test_refused_functions(function, message):
         sf.from_ann(Steps(function), torch.randn(4, 6))
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_norm_beside_a_hook_is_not_folded(at):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    net(torch.randn(64, 4))
+    net[at].register_forward_hook(lambda module, x, y: 3 * y - 1)
+    x = torch.randn(32, 4)
+    spiking, expected = sf.from_ann(net, x, num_steps=256), net.eval()(x)
+    assert (spiking(sf.nn.encode.direct(x, 256)).mean(0) - expected).norm() < 0.01 * expected.norm()
+
+
+def test_weights_that_hooks_compute():
+    torch.manual_seed(0)
+    layer = nn.utils.spectral_norm(nn.Linear(4, 8))
+    net = nn.Sequential(layer, nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    net(torch.randn(64, 4))
+    x = torch.randn(32, 4)
+    spiking, expected = sf.from_ann(net, x, num_steps=256), net.eval()(x)
+    assert (spiking(sf.nn.encode.direct(x, 256)).mean(0) - expected).norm() < 0.01 * expected.norm()
+
+
 def test_refused():
     x = torch.rand(4, 3)
     with pytest.raises(ValueError, match=r"torch\.fx cannot trace Branch"):
         sf.from_ann(Branch(), x)
     with pytest.raises(ValueError, match="no ReLU was found"):
         sf.from_ann(nn.Linear(3, 2), x)
+    hooked = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    hooked[1].register_forward_hook(lambda module, x, y: 2 * y)
+    with pytest.raises(ValueError, match="'1' has hooks, which the neuron in its place would not"):
+        sf.from_ann(hooked, x)
     with pytest.raises(ValueError, match="data has no batches"):
         sf.from_ann(nn.ReLU(), [])
     with pytest.raises(TypeError, match="also is"):

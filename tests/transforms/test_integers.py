@@ -143,6 +143,10 @@ def test_refusals() -> None:
         sf.to_integers(net)
     with pytest.raises(ValueError, match=r"'net.1' \(LIF\): .*states of sf.quantize"):
         sf.to_integers(sf.quantize(net, torch.rand(2, 3, 4), states=None))
+    hooked = sf.quantize(net, torch.rand(2, 3, 4))
+    hooked.net[0].register_forward_hook(lambda module, x, y: 2 * y)
+    with pytest.raises(ValueError, match=r"'net.0' \(ParametrizedLinear\) has hooks, which"):
+        sf.to_integers(hooked, 1 / 256)
     with pytest.raises(ValueError, match=r"step is 0\.3: expected a power of two"):
         sf.to_integers(net, step=0.3)
     with pytest.raises(TypeError, match=r"expected a spikefuse\.Temporal"):

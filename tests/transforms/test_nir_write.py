@@ -250,6 +250,17 @@ def test_refused_code(function, message: str) -> None:
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["", "net", "net.0", "net.1", "net.2.neuron"])
+def test_hooks_are_refused(name: str) -> None:
+    layers = nn.Linear(4, 4), sf.LIF(), sf.Recurrent(sf.LIF(), 4)
+    net = sf.Temporal(nn.Sequential(*layers))
+    handle = net.get_submodule(name).register_forward_hook(lambda module, x, y: 2 * y)
+    with pytest.raises(ValueError, match="has hooks, which a graph does not hold: remove them"):
+        sf.to_nir(net, torch.rand(2, 1, 4), dt=DT)
+    handle.remove()
+    sf.to_nir(net, torch.rand(2, 1, 4), dt=DT)
+
+
 def test_containers_inside_are_refused() -> None:
     net = nn.Sequential(nn.Identity(), sf.Temporal(sf.LIF()))
     with pytest.raises(ValueError, match="'1' is a Temporal inside the network: pass that alone"):

@@ -284,6 +284,14 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"'net.0' has parametrizations"):
         sf.quantize(quantized, x)
 
+    for at in (0, 1):
+        net = temporal(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        net.net[at].register_forward_hook(lambda module, x, y: 2 * y)
+        with pytest.raises(ValueError, match=r"'net.1' is a BatchNorm1d, .* without hooks"):
+            sf.quantize(net, x)
+    with pytest.raises(ValueError, match=r"'net.0' has parametrizations, .* such as weight_norm"):
+        sf.quantize(temporal(nn.utils.spectral_norm(nn.Linear(4, 4))), x)  # type: ignore[no-untyped-call]
+
     with pytest.raises(ValueError, match=r"'net.head.1' is a BatchNorm1d, which cannot"):
         sf.quantize(sf.Temporal(InTraining()), x)
 

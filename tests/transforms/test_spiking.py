@@ -262,6 +262,9 @@ def test_errors() -> None:
         sf.spiking(model, nn.ReLU)
     with pytest.raises(ValueError, match="neuron returned the same module twice"):
         sf.spiking(model, lambda: lif)
+    model[1].register_forward_hook(lambda module, x, y: 2 * y)
+    with pytest.raises(ValueError, match=r"'1' \(ReLU\) has hooks, which the neuron in its place"):
+        sf.spiking(model, sf.LIF)
     with pytest.raises(ValueError, match="the model has no activation to replace"):
         sf.spiking(nn.Linear(2, 2), sf.LIF)
     with pytest.raises(ValueError, match="a Temporal in it: convert the network, then wrap it"):
