@@ -51,10 +51,9 @@ def spiking(
         TypeError: `model` is not a module, `neuron` does not make neurons, or `replace`
             is no tuple.
         ValueError: the model has no activation module, or one with hooks; it is or contains a
-            Temporal; or its code
-            calls an activation as a function or tensor method (`F.relu`, `x.relu()`), which no
-            neuron can replace. Calls are found in the source of the model's classes, not in
-            functions that these call, nor in layers of torch.nn such as nn.LSTM.
+            Temporal; or its code calls an activation as a function or tensor method (`F.relu`,
+            `x.relu()`), which no neuron can replace. Calls are found in the source of the model's
+            classes, not in functions that these call, nor in layers of torch.nn such as nn.LSTM.
     """
     check_module("model", model)
     if any(isinstance(m, Temporal) for m in model.modules()):
