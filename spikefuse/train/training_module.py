@@ -44,12 +44,16 @@ class TrainingModule(pl.LightningModule):
     as a CUDA graph where possible (`config.graph_obstacle`); a step that waits for the GPU or draws
     random numbers on the CPU runs eagerly, with a warning that names its line.
 
-    Each epoch logs train_loss, train_accuracy, val_loss and val_accuracy, and a test test_loss and
-    test_accuracy, for Lightning's loggers and callbacks; of values mae and r2 in place of accuracy,
-    such as val_r2. `history` has one entry per finished epoch. In addition to what Lightning saves,
-    a checkpoint holds the history, the totals of the current epoch, and the configuration. All
-    processes receive the same batches and make the same random choices; each computes its share of
-    a batch.
+    Each epoch with a validation logs train_loss, train_accuracy, val_loss and val_accuracy, and a
+    test test_loss and test_accuracy, for Lightning's loggers and callbacks; of values mae and r2 in
+    place of accuracy, such as val_r2. `history` has one entry per such epoch. In addition to what
+    Lightning saves, a checkpoint holds the history, the totals of the current epoch, and the
+    configuration. All processes receive the same batches and make the same random choices; each
+    computes its share of a batch.
+
+    `spikefuse train` and `sf.train.fit` also scale the initial weights of an event-mlp, so that a
+    share `config.activity` of its neurons fires. In a trainer of your own, call
+    `sf.nn.scale_to_rate` on `module.net.net` first.
 
     Args:
         config: settings of the run.
