@@ -164,6 +164,7 @@ class TrainingModule(pl.LightningModule):
         return self.task.loss(outputs, labels)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        self._check_inputs(inputs)
         return self.task.predict(self.outputs(self.encode(inputs)))
 
     def share_time(self, mesh: DeviceMesh, chunks: int) -> None:
@@ -303,12 +304,13 @@ class TrainingModule(pl.LightningModule):
         return loss, predictions, labels[share]
 
     def _check_inputs(self, inputs: Tensor) -> None:
-        """Refuse images that a loader has scaled, since `encode` divides them by 255."""
-        is_own = type(self).encode is not TrainingModule.encode
-        if self.config.data.kind == "images" and inputs.is_floating_point() and not is_own:
+        """Refuse images that are scaled already, since `encode` divides them by 255."""
+        if getattr(self.encode, "__func__", None) is not TrainingModule.encode:
+            return  # one of the user's, whose inputs may be of any type
+        if self.config.data.kind == "images" and inputs.is_floating_point():
             raise ConfigError(
-                f"the loader yields {inputs.dtype} images: expected bytes, torch.uint8, which "
-                "`encode` divides by 255; or override `encode`"
+                f"the images are {inputs.dtype}: expected bytes, torch.uint8, which `encode` "
+                "divides by 255; or override `encode`"
             )
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
