@@ -82,7 +82,7 @@ class TrainingModule(pl.LightningModule):
         self.totals, self.eval_totals = Totals(self.task), Totals(self.task)
         self._clock, self._clock_count, self._waited, self._batch_end = 0.0, 0, 0.0, 0.0
         self.graph: GraphStep | None = None  # of the training step
-        self._ratios: list[float] | None = None  # of learning rates of groups of parameters
+        self._ratios: list[float] = []  # of the learning rates of groups of parameters
 
     def make_network(self) -> Temporal:
         """Build the network, whose outputs are `[T, B, classes]`, or `[T, B, K]` for K values.
@@ -220,7 +220,8 @@ class TrainingModule(pl.LightningModule):
                 "other epochs in TrainConfig"
             )
         if not self._schedulers():  # before a checkpoint restores the current rates
-            self._ratios = optimize.rate_ratios(self._optimizer(), self.config.lr)
+            optimize.check_rate(self._optimizer(), self.config.lr)
+            self._ratios = optimize.rate_ratios(self._optimizer())
 
     def on_train_start(self) -> None:
         optimize.adapt_state(self._optimizer())
@@ -267,6 +268,8 @@ class TrainingModule(pl.LightningModule):
         if not schedulers:
             steps = int(self.trainer.num_training_batches)
             rate = learning_rate(self.config, self.global_step, steps)
+            # A callback may have added groups.
+            self._ratios += optimize.rate_ratios(self._optimizer(), len(self._ratios))
             optimize.set_learning_rate(self._optimizer(), rate, self._ratios)
         if self.graph is None:
             loss, predictions, shown = self.gradients(inputs, labels)

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import shlex
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
