@@ -193,7 +193,11 @@ class TrainingModule(pl.LightningModule):
         return optimize.make_optimizer(self.config, self, self.device)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Return the callbacks for `config.patience` and `config.ema`, which Lightning adds."""
+        """Return the callbacks for `config.patience` and `config.ema`.
+
+        Lightning adds them to the trainer's, where they replace a plain `EarlyStopping` and
+        `WeightAveraging`.
+        """
         return optional_callbacks(self.config)
 
     # Training
@@ -307,7 +311,7 @@ class TrainingModule(pl.LightningModule):
         return loss, predictions, labels[share]
 
     def _check_inputs(self, inputs: Tensor) -> None:
-        """Refuse images that are scaled already, since `encode` divides them by 255."""
+        """Raise ConfigError for images that are scaled already: `encode` divides them by 255."""
         if getattr(self.encode, "__func__", None) is not TrainingModule.encode:
             return  # one of the user's, whose inputs may be of any type
         if self.config.data.kind == "images" and inputs.is_floating_point():
