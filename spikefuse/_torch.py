@@ -297,7 +297,8 @@ def user_hooks(module: nn.Module) -> list[Any]:
     torch.nn.utils computes weights."""
     found = chain.from_iterable(vars(module)[name].values() for name in _FORWARD_HOOKS)
     others = "torch.nn.utils.", "spikefuse."
-    return [hook for hook in found if not str(hook.__module__).startswith(others)]
+    # Methods of C types have no `__module__`, and that of some built-in functions is None.
+    return [h for h in found if not str(getattr(h, "__module__", None)).startswith(others)]
 
 
 _GLOBAL_HOOKS = [

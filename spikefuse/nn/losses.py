@@ -324,7 +324,7 @@ def mean_of_counted(values: Tensor, target: Tensor) -> Tensor:
     """Return the mean of values `[B]` over the samples that are not ignored."""
     if target.ndim > 1:
         return values.mean()
-    is_counted = target != IGNORED
+    is_counted = target.long() != IGNORED  # uint8 would be compared with -100 modulo 256
     return values.where(is_counted, 0).sum() / is_counted.sum()
 
 

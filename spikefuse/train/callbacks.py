@@ -144,7 +144,8 @@ def firing(module: Any, examples: Examples) -> dict[str, float]:
     found = {}
     for name, rate in recorded.rates.items():
         silent = (recorded[name]["spikes"] == 0).all(0).all(0)
-        found[f"rate_{name}"], found[f"silent_{name}"] = rate, silent.float().mean().item()
+        found[f"rate_{name}"] = rate
+        found[f"silent_{name}"] = silent.float().mean().item()
     return found
 
 

@@ -170,26 +170,41 @@ def _cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def rate_ratios(optimizer: Optimizer, rate: float) -> list[float]:
+def rate_ratios(optimizer: Optimizer, start: int = 0) -> list[float]:
     """Return the learning rate of each group of parameters over that of the optimizer.
+
+    Args:
+        start: the first group, which has not made a step yet.
+    """
+    groups = optimizer.param_groups[start:]  # others are not read, which may wait for a GPU
+    if not groups:
+        return []
+    own = float(optimizer.defaults.get("lr", groups[0]["lr"]))
+    return [float(group["lr"]) / own if own else 1.0 for group in groups]
+
+
+def check_rate(optimizer: Optimizer, rate: float) -> None:
+    """Warn of a learning rate that the schedule replaces.
 
     Args:
         optimizer: before its first step.
         rate: that of the configuration.
 
     Warns:
-        UserWarning: the optimizer was made with another learning rate than `rate`.
+        UserWarning: the optimizer was made with another learning rate than `rate`, or rates of its
+            groups are relative to another one, the default of its class.
     """
     own = float(optimizer.defaults.get("lr", rate))
     argument = inspect.signature(type(optimizer)).parameters.get("lr")
-    if own != rate and (argument is None or own != argument.default):
+    is_chosen = argument is None or own != argument.default or {*rate_ratios(optimizer)} != {1.0}
+    # A rate in a tensor may be rounded to float32.
+    if is_chosen and not math.isclose(own, rate, rel_tol=1e-6):
         warnings.warn(
             f"configure_optimizers has returned an optimizer with lr={own:g}, which the schedule "
             f"replaces by that of the configuration, {rate:g}: choose TrainConfig(lr={own:g}), or "
             "return a scheduler with the optimizer",
             stacklevel=2,
         )
-    return [float(group["lr"]) / own if own else 1.0 for group in optimizer.param_groups]
 
 
 def set_learning_rate(

@@ -68,7 +68,7 @@ class TrainedNetwork(nn.Module):
         Raises:
             ValueError: `inputs` have another dtype or shape.
         """
-        dataset, (dtype, _) = self.config.data, self.config.example
+        dataset, dtype = self.config.data, self.config.example[0]
         before = ("B",) if dataset.kind == "images" else ("B", "T")
         fits = inputs.ndim == len(before) + len(dataset.shape)
         if not fits or inputs.shape[len(before) :] != dataset.shape or inputs.dtype != dtype:

@@ -36,9 +36,10 @@ def reseed(seed: int, purpose: Purpose, index: int = 0) -> None:
 
 @contextlib.contextmanager
 def reseeded(seed: int, purpose: Purpose, index: int, device: torch.device) -> Iterator[None]:
-    """Seed PyTorch's global generators for a block, and then restore those of the CPU and `device`.
+    """Seed PyTorch's global generators for a block, and then restore their states.
 
-    A `DataLoader` draws the order of an epoch from the former.
+    Those of the CPU, from which a `DataLoader` draws the order of an epoch, and of a CUDA `device`
+    are restored.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         reseed(seed, purpose, index)

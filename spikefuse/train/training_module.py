@@ -82,7 +82,7 @@ class TrainingModule(pl.LightningModule):
         self.totals, self.eval_totals = Totals(self.task), Totals(self.task)
         self._clock, self._clock_count, self._waited, self._batch_end = 0.0, 0, 0.0, 0.0
         self.graph: GraphStep | None = None  # of the training step
-        self._ratios: list[float] | None = None  # of learning rates of groups of parameters
+        self._ratios: list[float] = []  # of the learning rates of groups of parameters
 
     def make_network(self) -> Temporal:
         """Build the network, whose outputs are `[T, B, classes]`, or `[T, B, K]` for K values.
@@ -164,6 +164,7 @@ class TrainingModule(pl.LightningModule):
         return self.task.loss(outputs, labels)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        self._check_inputs(inputs)
         return self.task.predict(self.outputs(self.encode(inputs)))
 
     def share_time(self, mesh: DeviceMesh, chunks: int) -> None:
@@ -192,7 +193,11 @@ class TrainingModule(pl.LightningModule):
         return optimize.make_optimizer(self.config, self, self.device)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Return the callbacks for `config.patience` and `config.ema`, which Lightning adds."""
+        """Return the callbacks for `config.patience` and `config.ema`.
+
+        Lightning adds them to the trainer's, where they replace a plain `EarlyStopping` and
+        `WeightAveraging`.
+        """
         return optional_callbacks(self.config)
 
     # Training
@@ -219,7 +224,8 @@ class TrainingModule(pl.LightningModule):
                 "other epochs in TrainConfig"
             )
         if not self._schedulers():  # before a checkpoint restores the current rates
-            self._ratios = optimize.rate_ratios(self._optimizer(), self.config.lr)
+            optimize.check_rate(self._optimizer(), self.config.lr)
+            self._ratios = optimize.rate_ratios(self._optimizer())
 
     def on_train_start(self) -> None:
         optimize.adapt_state(self._optimizer())
@@ -266,6 +272,8 @@ class TrainingModule(pl.LightningModule):
         if not schedulers:
             steps = int(self.trainer.num_training_batches)
             rate = learning_rate(self.config, self.global_step, steps)
+            # A callback may have added groups.
+            self._ratios += optimize.rate_ratios(self._optimizer(), len(self._ratios))
             optimize.set_learning_rate(self._optimizer(), rate, self._ratios)
         if self.graph is None:
             loss, predictions, shown = self.gradients(inputs, labels)
@@ -303,12 +311,13 @@ class TrainingModule(pl.LightningModule):
         return loss, predictions, labels[share]
 
     def _check_inputs(self, inputs: Tensor) -> None:
-        """Refuse images that a loader has scaled, since `encode` divides them by 255."""
-        is_own = type(self).encode is not TrainingModule.encode
-        if self.config.data.kind == "images" and inputs.is_floating_point() and not is_own:
+        """Raise ConfigError for images that are scaled already: `encode` divides them by 255."""
+        if getattr(self.encode, "__func__", None) is not TrainingModule.encode:
+            return  # one of the user's, whose inputs may be of any type
+        if self.config.data.kind == "images" and inputs.is_floating_point():
             raise ConfigError(
-                f"the loader yields {inputs.dtype} images: expected bytes, torch.uint8, which "
-                "`encode` divides by 255; or override `encode`"
+                f"the images are {inputs.dtype}: expected bytes, torch.uint8, which `encode` "
+                "divides by 255; or override `encode`"
             )
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:

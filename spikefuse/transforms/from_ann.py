@@ -212,8 +212,8 @@ def _check(original: nn.Module, batch: Sequence[Tensor], output: Any) -> None:
         raise TypeError(f"the network returns a {type(expected).__name__}: expected a tensor")
     if _error(output, expected) > 1e-3:
         raise ValueError(
-            "torch.fx recorded something else than what the network computes, such as changes in "
-            "place through a view: write y = f(x) in place of x.view(...).f_()"
+            "torch.fx recorded something else than what the network computes: remove its own "
+            "hooks, and write y = f(x) in place of changes through a view, x.view(...).f_()"
         )
     half = len(batch[0]) // 2
     if half and _error(original(*(x[:half].clone() for x in batch)), expected[:half]) > 1e-3:

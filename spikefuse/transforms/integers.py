@@ -67,10 +67,8 @@ def to_integers(net: Temporal, step: float = 1.0, bits: int = 8) -> list[Layer]:
         raise ValueError(f"step is {step!r}: expected a power of two, such as 1 / 256")
     for name, part in net.named_modules():
         if user_hooks(part):
-            kind = type(part).__name__
-            raise ValueError(
-                f"'{name}' ({kind}) has hooks, which the integers do not hold: remove them"
-            )
+            where = f"'{name}' ({type(part).__name__})" if name else "the network"
+            raise ValueError(f"{where} has hooks, which integer layers cannot express: remove them")
     graph, values = traced(net.net), (step, 2.0**bits)
     layers, before = list[Layer](), None
     for node in graph.graph.nodes:

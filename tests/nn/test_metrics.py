@@ -32,6 +32,9 @@ def test_ignored_samples(accuracy: Callable[[Tensor, Tensor], Tensor]) -> None:
     target = torch.tensor([1, 0, -100, 2])
     assert accuracy(SPIKES, target) == accuracy(SPIKES[:, [0, 1, 3]], target[[0, 1, 3]]) > 0.5
     assert accuracy(SPIKES, torch.full((4,), -100)).isnan()
+    many = torch.zeros(2, 2, 200)
+    many[:, :, 156] = 1  # -100 modulo 256
+    assert accuracy(many, torch.tensor([156, 3], dtype=torch.uint8)) == 0.5
 
 
 @pytest.mark.parametrize("accuracy", [accuracy_by_rate, accuracy_by_first_spike])

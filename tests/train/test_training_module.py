@@ -9,6 +9,7 @@ import dataclasses
 import json
 import shlex
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -309,17 +310,36 @@ def test_callbacks_of_the_settings() -> None:
 
 def test_a_loader_of_scaled_images_is_refused() -> None:
     loader = DataLoader(TensorDataset(torch.rand(64, 1, 8, 8), torch.arange(64) % 10), 64)
-    message = r"the loader yields torch\.float32 images: expected bytes, torch\.uint8"
+    message = r"the images are torch\.float32: expected bytes, torch\.uint8"
     with pytest.raises(ConfigError, match=message):
         trainer().fit(TrainingModule(CONFIG), loader, loader)
     with pytest.raises(ConfigError, match=message):
         trainer().validate(TrainingModule(CONFIG), loader, verbose=False)
+    with pytest.raises(ConfigError, match=message):
+        TrainingModule(CONFIG)(torch.rand(2, 1, 8, 8))
 
     class Scaled(TrainingModule):
         def encode(self, inputs: torch.Tensor, share: slice = slice(None)) -> torch.Tensor:
             return inputs[share].expand(2, *inputs[share].shape)
 
     trainer().fit(Scaled(CONFIG), loader, loader)
+    module, scaled = TrainingModule(CONFIG), Scaled(CONFIG)
+    module.encode = scaled.encode  # type: ignore[method-assign]
+    trainer().fit(module, loader, loader)
+
+
+def test_inputs_of_an_encoding_of_the_users_own() -> None:
+    """They may be of any type, such as pairs of images."""
+
+    class Pairs(TrainingModule):
+        def encode(self, inputs: Any, share: slice = slice(None)) -> torch.Tensor:
+            return torch.stack([x[share] for x in inputs])  # two steps
+
+    pairs = [((x, x), i % 10) for i, x in enumerate(torch.rand(64, 1, 8, 8))]
+    loader: Any = DataLoader(pairs, 64)  # type: ignore[arg-type]
+    fit, config = trainer(), dataclasses.replace(CONFIG, shift=0)
+    fit.fit(Pairs(config), loader, loader)
+    assert fit.state.finished
 
 
 def test_a_data_loader_shuffles_each_epoch_anew() -> None:
@@ -400,14 +420,48 @@ def test_groups_of_parameters_keep_their_options(tmp_path: Path) -> None:
     assert first.seen + resumed.seen == expected
 
 
+def test_groups_of_parameters_that_a_callback_adds() -> None:
+    class Adding(pl.Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            if trainer.current_epoch == 1:
+                new = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+                trainer.optimizers[0].add_param_group({"params": [new[0]]})
+                trainer.optimizers[0].add_param_group({"params": [new[1]], "lr": 0.02})
+
+    module = Grouped(dataclasses.replace(CONFIG, lr=0.01))
+    trainer(callbacks=[Adding()]).fit(module, datamodule=DataModule(module.config))
+    rates = [row[::2] for row in module.seen]
+    assert rates[4] == pytest.approx([0.5, 0.01])
+    assert rates[-1] == pytest.approx([0.5, 0.01, 0.01, 0.02])
+
+
 def test_a_learning_rate_that_the_schedule_replaces() -> None:
     class Own(TrainingModule):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.25)
+        rate: Any = 0.25
+        options: dict[str, Any] = {}  # noqa: RUF012
 
-    message = r"with lr=0.25, which the schedule replaces by that of the configuration, 0.001"
+        def configure_optimizers(self) -> Any:
+            groups = [{"params": [p]} for p in self.parameters()]
+            groups[0] |= self.options
+            return torch.optim.SGD(groups, **({} if self.rate is None else {"lr": self.rate}))
+
+    def fit(module: Own) -> None:
+        trainer(fast_dev_run=True).fit(module, datamodule=DataModule(module.config))
+
+    message = r"with lr=0.25, which the schedule replaces by that of the configuration, 0.1"
+    module = Own(dataclasses.replace(CONFIG, lr=0.1))
     with pytest.warns(UserWarning, match=message):
-        trainer(fast_dev_run=True).fit(Own(CONFIG), datamodule=DataModule(CONFIG))
+        fit(module)
+    # The rate of a group is relative to the default of the class, which nobody has chosen.
+    module.rate, module.options = None, {"lr": 0.1}
+    with pytest.warns(UserWarning, match=r"with lr=0.001, which the schedule replaces"):
+        fit(module)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="configure_optimizers")
+        module.options = {}
+        fit(module)
+        module.rate = torch.tensor(0.1)  # in float32, not exactly 0.1
+        fit(module)
 
 
 def test_a_schedule_ends_with_the_trainer() -> None:

@@ -265,6 +265,10 @@ def test_refused():
     hooked[1].register_forward_hook(lambda module, x, y: 2 * y)
     with pytest.raises(ValueError, match="'1' has hooks, which the neuron in its place would not"):
         sf.from_ann(hooked, x)
+    hooked = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    hooked.register_forward_hook(lambda module, x, y: y + 1)
+    with pytest.raises(ValueError, match=r"recorded something else .* remove its own hooks"):
+        sf.from_ann(hooked, x)
     with pytest.raises(ValueError, match="data has no batches"):
         sf.from_ann(nn.ReLU(), [])
     with pytest.raises(TypeError, match="also is"):

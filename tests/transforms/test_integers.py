@@ -144,6 +144,10 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"'net.1' \(LIF\): .*states of sf.quantize"):
         sf.to_integers(sf.quantize(net, torch.rand(2, 3, 4), states=None))
     hooked = sf.quantize(net, torch.rand(2, 3, 4))
+    handle = hooked.register_forward_hook(lambda module, x, y: 2 * y)
+    with pytest.raises(ValueError, match="the network has hooks, which integer layers cannot"):
+        sf.to_integers(hooked, 1 / 256)
+    handle.remove()
     hooked.net[0].register_forward_hook(lambda module, x, y: 2 * y)
     with pytest.raises(ValueError, match=r"'net.0' \(ParametrizedLinear\) has hooks, which"):
         sf.to_integers(hooked, 1 / 256)
