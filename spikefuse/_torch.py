@@ -294,11 +294,16 @@ def hooks_of(modules: Iterable[nn.Module]) -> tuple[list[int], list[int]]:
 
 def user_hooks(module: nn.Module) -> list[Any]:
     """Return the forward hooks and pre-hooks of a module, without our own and those with which
-    torch.nn.utils computes weights."""
+    torch.nn.utils computes weights, such as a subclass of its pruning methods."""
+
+    def is_known(hook: Any) -> bool:
+        # Methods of C types have no `__module__`, and that of some built-in functions is None.
+        own, *kinds = [str(getattr(x, "__module__", None)) for x in (hook, *type(hook).__mro__)]
+        utils = "torch.nn.utils."
+        return own.startswith((utils, "spikefuse.")) or any(k.startswith(utils) for k in kinds)
+
     found = chain.from_iterable(vars(module)[name].values() for name in _FORWARD_HOOKS)
-    others = "torch.nn.utils.", "spikefuse."
-    # Methods of C types have no `__module__`, and that of some built-in functions is None.
-    return [h for h in found if not str(getattr(h, "__module__", None)).startswith(others)]
+    return [hook for hook in found if not is_known(hook)]
 
 
 _GLOBAL_HOOKS = [

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import prune
 from torch.nn.utils.parametrize import register_parametrization
 
 import spikefuse as sf
@@ -326,7 +327,15 @@ def test_hooks_of_modules() -> None:
 def test_hooks_of_a_user() -> None:
     net = nn.utils.spectral_norm(nn.Linear(2, 2))  # type: ignore[no-untyped-call]
     net.register_forward_pre_hook(spikes.unpack)
-    assert len(_torch.hooks_of([net])[0]) == 2
+
+    class First(prune.BasePruningMethod):
+        PRUNING_TYPE = "unstructured"
+
+        def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
+            return default_mask.index_fill(0, torch.tensor([0]), 0)
+
+    First.apply(net, "bias")  # type: ignore[no-untyped-call]
+    assert len(_torch.hooks_of([net])[0]) == 3
     assert _torch.user_hooks(net) == []
     net.register_forward_hook(print)
     net.register_forward_pre_hook(functools.partial(print))
