@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spikefuse._torch import user_hooks
 from spikefuse.neurons.checks import integer
 from spikefuse.neurons.parameters import positive
 
@@ -55,6 +56,19 @@ METHODS: dict[str, type[nn.Module]] = {
     for name in (base, f"{base}_")
     if hasattr(torch.Tensor, name)
 }
+
+
+def refuse_hooks(where: str, activation: nn.Module) -> None:
+    """Raise a ValueError if an activation that a neuron is to replace has hooks of the user.
+
+    Args:
+        where: names the activation in the error.
+    """
+    if user_hooks(activation):
+        raise ValueError(
+            f"{where} has hooks, which the neuron in its place would not have: remove them, and "
+            "register them on the neuron"
+        )
 
 
 class QCFS(nn.Module):

@@ -13,10 +13,10 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from torch.nn.utils.parametrize import is_parametrized
 
-from spikefuse._torch import hooks_of, user_hooks
+from spikefuse._torch import hooks_of
 from spikefuse.graph.nodes import name_of
 from spikefuse.kernels.norm import BatchNorm
-from spikefuse.nn.activations import FUNCTIONS, METHODS, QCFS
+from spikefuse.nn.activations import FUNCTIONS, METHODS, QCFS, refuse_hooks
 from spikefuse.nn.over_time import OnSequences
 
 #: Names of functions and methods that are affine in all tensors that depend on the input, ...
@@ -288,11 +288,8 @@ def rewrite(
     # Before modules are replaced, which may be called several times.
     relus = {node for node in neurons if is_relu(net, node)}
     for node in relus:
-        if node.op == "call_module" and user_hooks(net.get_submodule(str(node.target))):
-            raise ValueError(
-                f"'{node.target}' has hooks, which the neuron in its place would not have: remove "
-                "them, and register them on the neuron"
-            )
+        if node.op == "call_module":
+            refuse_hooks(f"'{node.target}'", net.get_submodule(str(node.target)))
     kept = [node.target for node in graph.find_nodes(op="call_module") if node not in relus]
     replaced_modules = {node.target for node in relus if node.target not in kept}
     taken = {name for name, _ in net.named_modules()} - replaced_modules

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from spikefuse._torch import children_of, user_hooks
+from spikefuse._torch import children_of
 from spikefuse.neurons.definition import Neuron
-from spikefuse.nn.activations import ACTIVATIONS, FUNCTIONS, METHODS
+from spikefuse.nn.activations import ACTIVATIONS, FUNCTIONS, METHODS, refuse_hooks
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.temporal import Temporal
 from spikefuse.transforms.copies import copied
@@ -84,11 +84,7 @@ def spiking(
             "the model has no activation to replace: expected modules such as nn.ReLU in it"
         )
     for _, name, child in activations:
-        if user_hooks(child):
-            raise ValueError(
-                f"'{name}' ({type(child).__name__}) has hooks, which the neuron in its place would "
-                "not have: remove them, and register them on the neuron"
-            )
+        refuse_hooks(f"'{name}' ({type(child).__name__})", child)
     made: set[Neuron] = set()
     for parent, name, child in activations:
         setattr(parent, name, _new(neuron, made).train(child.training))
