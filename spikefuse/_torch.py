@@ -293,11 +293,14 @@ def hooks_of(modules: Iterable[nn.Module]) -> tuple[list[int], list[int]]:
 
 
 def user_hooks(module: nn.Module) -> list[Any]:
-    """Return the forward hooks and pre-hooks of a module, without our own and those with which
-    torch.nn.utils computes weights, such as a subclass of its pruning methods."""
+    """Return the forward hooks and pre-hooks that a user has added to a module.
+
+    Hooks of torch.nn.utils, which compute weights, are left out, also those of a user's subclass
+    of its pruning methods.
+    """
 
     def is_known(hook: Any) -> bool:
-        # Methods of C types have no `__module__`, and that of some built-in functions is None.
+        # Methods of C types have no `__module__`, and some built-in functions have None.
         own, *kinds = [str(getattr(x, "__module__", None)) for x in (hook, *type(hook).__mro__)]
         utils = "torch.nn.utils."
         return own.startswith((utils, "spikefuse.")) or any(k.startswith(utils) for k in kinds)

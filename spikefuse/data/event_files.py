@@ -67,7 +67,7 @@ def read_events(path: Path, sensor: str | None = None, size: int | None = None) 
 def sensor_of(path: Path, sensor: str | None = None) -> tuple[int, int]:
     """Return the rows and columns of the sensor of a file."""
     found = _parse(sensor)
-    if found is None or path.suffix.lower() == ".aedat":  # version 2.0 is of one sensor only
+    if found is None or path.suffix.lower() == ".aedat":  # version 2.0 has one sensor only
         found = _decode(path, found)[1]
     width, height = _known(path, found)
     return height, width

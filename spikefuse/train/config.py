@@ -1,4 +1,4 @@
-"""The settings and options of a training run, which are also those of the command line."""
+"""The settings of a training run, and how it runs; both are options of the command line."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def _cosine(start: float, end: float, done: float) -> float:
 
 
 def rate_ratios(optimizer: Optimizer, start: int = 0) -> list[float]:
-    """Return the learning rate of each group of parameters over that of the optimizer.
+    """Return the learning rate of each group of parameters, divided by the optimizer's.
 
     Args:
         start: the first group, which has not made a step yet.
@@ -188,7 +188,7 @@ def check_rate(optimizer: Optimizer, rate: float) -> None:
 
     Args:
         optimizer: before its first step.
-        rate: that of the configuration.
+        rate: the learning rate of the configuration.
 
     Warns:
         UserWarning: the optimizer was made with another learning rate than `rate`, or rates of its

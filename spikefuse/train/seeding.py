@@ -38,8 +38,8 @@ def reseed(seed: int, purpose: Purpose, index: int = 0) -> None:
 def reseeded(seed: int, purpose: Purpose, index: int, device: torch.device) -> Iterator[None]:
     """Seed PyTorch's global generators for a block, and then restore their states.
 
-    Those of the CPU, from which a `DataLoader` draws the order of an epoch, and of a CUDA `device`
-    are restored.
+    These are the generator of the CPU, from which a `DataLoader` draws the order of an epoch, and
+    that of a CUDA `device`.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         reseed(seed, purpose, index)
