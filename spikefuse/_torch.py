@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -124,13 +125,30 @@ def dynamo_is_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a graph by Inductor."""
+def inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    rewrite: Callable[[fx.Graph], None] | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph by Inductor.
+
+    Args:
+        rewrite: changes the graph of forward and backward before it is split.
+    """
     try:
         compile_graph = importlib.import_module("torch._dynamo").lookup_backend("inductor")
+        custom_pass = importlib.import_module("torch._inductor.custom_graph_pass").CustomGraphPass
     except (ImportError, AttributeError):
         return gm
-    return compile_graph(gm, example_inputs)
+    if rewrite is None:
+        return compile_graph(gm, example_inputs)
+    # With an identifier, Inductor caches graphs on disk.
+    methods = {
+        "__call__": lambda self, graph: rewrite(graph),
+        "uuid": lambda self: inspect.getsource(inspect.getmodule(rewrite)),
+    }
+    joint_pass = type("Pass", (custom_pass,), methods)()
+    return compile_graph(gm, example_inputs, config_patches={"joint_custom_post_pass": joint_pass})
 
 
 def whole_graphs() -> contextlib.AbstractContextManager[None]:

@@ -19,6 +19,8 @@ from spikefuse.graph.nodes import mark_synchronized, synchronized, write_known_s
 from spikefuse.graph.operations import ScanNode
 from spikefuse.graph.recorded import buffers_of, recorded
 from spikefuse.graph.report import GraphReport
+from spikefuse.graph.save_bits import save_bits
+from spikefuse.nn.call import current_policy
 
 Graph = Callable[..., Any]
 
@@ -57,7 +59,8 @@ def compile_graph(
         apply_passes(gm, report)
         inline_steps(gm.graph)
         gm.recompile()
-        return noted(inductor(gm, example_inputs), report)
+        rewrite = save_bits if current_policy().packs_spikes else None
+        return noted(inductor(gm, example_inputs, rewrite), report)
     run = operations.saving_bits(executable(gm, report, chunks))
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)
     records = mode == "recorded" or (mode == "auto" and on_gpu)
