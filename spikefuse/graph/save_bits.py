@@ -25,12 +25,12 @@ _UNPACK = "Tensor bits, Tensor tangent, SymInt[] shape, SymInt[] strides, Scalar
 library.define(f"unpack_spikes({_UNPACK}) -> Tensor")
 
 _aten, _own = torch.ops.aten, torch.ops.spikefuse
-#: Operations whose result has the values of their first argument, in other places or another dtype.
-_COPIES = {
-    *(_aten.view, _aten._unsafe_view, _aten.permute, _aten.transpose, _aten.t, _aten.expand),
-    *(_aten.unsqueeze, _aten.squeeze, _aten.clone, _aten.alias, _aten.detach, _aten._to_copy),
-    torch.ops.prims.convert_element_type,
+_VIEWS = {
+    *(_aten.view, _aten._unsafe_view, _aten.permute, _aten.transpose, _aten.t, _aten.unsqueeze),
+    *(_aten.squeeze, _aten.alias, _aten.detach),
 }
+#: Other operations whose result has only values of their first argument, perhaps in another dtype.
+_COPIES = {_aten.expand, _aten.clone, _aten._to_copy, torch.ops.prims.convert_element_type}
 #: Those of PyTorch and of Inductor, which defines its own when it is imported.
 _MAX_POOLS = ("aten.max_pool2d_with_indices", "prims._low_memory_max_pool_with_offsets")
 
@@ -39,23 +39,23 @@ def save_bits(graph: fx.Graph) -> None:
     """Let backward, in a joint graph, read spikes from bits."""
     tangents = [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
     backward = {*tangents}
-    #: By the spikes, the arguments of the operation that unpacks them.
-    packed: dict[fx.Node, tuple[Any, ...]] = {}
+    packed: dict[fx.Node, fx.Node] = {}  # by the spikes
     for node in [*graph.nodes] if tangents else ():
         if backward.isdisjoint(node.all_input_nodes):
             if _is_binary(node, packed):
-                packed[node] = _pack(graph, node, tangents[0])
+                with graph.inserting_before(node.next):
+                    strides = _known(graph, node, _aten.sym_stride.int)
+                    packed[node] = _call(graph, _own.pack_spikes.default, node, strides)
         elif node.op == "call_function":
             backward.add(node)
             for x in node.all_input_nodes:
-                if _source(x) in packed:
-                    with graph.inserting_before(node):
-                        node.replace_input_with(x, _unpack(graph, x, packed))
+                if _source(x, _VIEWS | _COPIES) in packed:
+                    node.replace_input_with(x, _unpack(graph, node, x, packed, tangents[0]))
 
 
-def _source(node: Any) -> Any:
-    """The node that `node` copies."""
-    while _operation(node) in _COPIES:
+def _source(node: Any, operations: set[Any]) -> Any:
+    """The first node above a chain of operations."""
+    while _operation(node) in operations:
         node = node.args[0]
     return node
 
@@ -80,7 +80,7 @@ def _is_binary(node: fx.Node, others: Container[fx.Node]) -> bool:
     if _operation(call) in (_own.scan, _own.block, _own.recurrent):
         flags = sizes_of(first)[0]
         return index < len(flags) and flags[index]
-    return str(_operation(call)) in _MAX_POOLS and index == 0 and _source(first) in others
+    return str(_operation(call)) in _MAX_POOLS and index == 0 and _source(first, _VIEWS | _COPIES) in others
 
 
 def _call(graph: fx.Graph, function: Any, *args: Any) -> fx.Node:
@@ -90,31 +90,36 @@ def _call(graph: fx.Graph, function: Any, *args: Any) -> fx.Node:
     return node
 
 
-def _pack(graph: fx.Graph, spikes: fx.Node, tangent: fx.Node) -> tuple[Any, ...]:
-    """Pack spikes, and return the arguments of the operation that unpacks them, which belongs to
-    backward because it reads a tangent."""
-    x = spikes.meta["val"]
-
-    def known(numbers: Sequence[Any], function: Any) -> list[Any]:
-        return [
-            n if isinstance(n, int) else _call(graph, function, spikes, dim)
-            for dim, n in enumerate(numbers)
-        ]
-
-    with graph.inserting_before(spikes.next):
-        shape = known(x.shape, _aten.sym_size.int)
-        strides = known(x.stride(), _aten.sym_stride.int)
-        packed = _call(graph, _own.pack_spikes.default, spikes, strides)
-    return packed, tangent, shape, strides, x.dtype
+def _known(graph: fx.Graph, node: fx.Node, function: Any) -> list[Any]:
+    """The shape or the strides of a node, as numbers and as calls of `function`."""
+    x = node.meta["val"]
+    numbers = x.shape if function is _aten.sym_size.int else x.stride()
+    return [
+        n if isinstance(n, int) else _call(graph, function, node, dim)
+        for dim, n in enumerate(numbers)
+    ]
 
 
-def _unpack(graph: fx.Graph, x: fx.Node, packed: Mapping[fx.Node, tuple[Any, ...]]) -> fx.Node:
-    """Insert a copy of `x` whose values come from bits."""
-    if x in packed:
-        return _call(graph, _own.unpack_spikes.default, *packed[x])
-    source: Any = x.args[0]
-    places = {source: _unpack(graph, source, packed)}
-    return graph.node_copy(x, lambda n: places.get(n, n))
+def _unpack(
+    graph: fx.Graph,
+    reader: fx.Node,
+    x: fx.Node,
+    packed: Mapping[fx.Node, fx.Node],
+    tangent: fx.Node,
+) -> fx.Node:
+    """Insert what computes `x` from bits for its reader; it belongs to backward, because it reads a
+    tangent."""
+    spikes = _source(x, _VIEWS)
+    if spikes not in packed:
+        source: Any = x.args[0]
+        places = {source: _unpack(graph, reader, source, packed, tangent)}
+        with graph.inserting_before(reader):
+            return graph.node_copy(x, lambda n: places.get(n, n))
+    with graph.inserting_before(x.next):
+        layout = [_known(graph, x, f) for f in (_aten.sym_size.int, _aten.sym_stride.int)]
+    with graph.inserting_before(reader):
+        dtype = x.meta["val"].dtype
+        return _call(graph, _own.unpack_spikes.default, packed[spikes], tangent, *layout, dtype)
 
 
 def _pack_spikes(x: Tensor, strides: Sequence[int]) -> Tensor:
