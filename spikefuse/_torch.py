@@ -16,7 +16,8 @@ compares. Times are those of a call with torch 2.13 on one core:
 - `_backward_hooks` (0.08 us) holds the hooks of a tensor. In public: none, and eligibility traces
   miss what a hook between a layer and its neuron does to gradients, and hooks of parameters are
   called for parts of the gradient of a rule, too.
-- `_dynamo.lookup_backend` returns Inductor as a function of a graph. In public: graphs run eagerly.
+- `_dynamo.lookup_backend` returns Inductor as a function of a graph, and `_inductor` has the class of
+  passes that may change a graph before it is split. In public: graphs run eagerly.
   `_dynamo.config` lets TorchDynamo capture whole graphs inside `DistributedDataParallel`. In
   public: none, and norms and neurons whose gradients are sent apart are not fused.
 - `_dynamo_marked_constant` is what `torch.compiler.assume_constant_result` sets, which first
@@ -133,7 +134,8 @@ def inductor(
     """Compile a graph by Inductor.
 
     Args:
-        rewrite: changes the graph of forward and backward before it is split.
+        rewrite: changes the graph of forward and backward before it is split. Inductor caches
+            graphs by the source of its module.
     """
     try:
         compile_graph = importlib.import_module("torch._dynamo").lookup_backend("inductor")
@@ -142,10 +144,9 @@ def inductor(
         return gm
     if rewrite is None:
         return compile_graph(gm, example_inputs)
-    # With an identifier, Inductor caches graphs on disk.
     methods = {
         "__call__": lambda self, graph: rewrite(graph),
-        "uuid": lambda self: inspect.getsource(inspect.getmodule(rewrite)),
+        "uuid": lambda self: inspect.getsource(sys.modules[rewrite.__module__]),
     }
     joint_pass = type("Pass", (custom_pass,), methods)()
     return compile_graph(gm, example_inputs, config_patches={"joint_custom_post_pass": joint_pass})

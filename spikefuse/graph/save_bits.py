@@ -29,8 +29,11 @@ _VIEWS = {
     *(_aten.view, _aten._unsafe_view, _aten.permute, _aten.transpose, _aten.t, _aten.unsqueeze),
     *(_aten.squeeze, _aten.alias, _aten.detach),
 }
-#: Other operations whose result has only values of their first argument, perhaps in another dtype.
-_COPIES = {_aten.expand, _aten.clone, _aten._to_copy, torch.ops.prims.convert_element_type}
+#: Operations whose result has only values of their first argument, perhaps in another dtype.
+_COPIES = {
+    *_VIEWS,
+    *(_aten.expand, _aten.clone, _aten._to_copy, torch.ops.prims.convert_element_type),
+}
 #: Those of PyTorch and of Inductor, which defines its own when it is imported.
 _MAX_POOLS = ("aten.max_pool2d_with_indices", "prims._low_memory_max_pool_with_offsets")
 
@@ -49,7 +52,7 @@ def save_bits(graph: fx.Graph) -> None:
         elif node.op == "call_function":
             backward.add(node)
             for x in node.all_input_nodes:
-                if _source(x, _VIEWS | _COPIES) in packed:
+                if _source(x, _COPIES) in packed:
                     node.replace_input_with(x, _unpack(graph, node, x, packed, tangents[0]))
 
 
@@ -75,12 +78,15 @@ def _is_binary(node: fx.Node, others: Container[fx.Node]) -> bool:
         return False
     if x.dtype not in bits.DTYPES or (isinstance(x.numel(), int) and x.numel() < MIN_VALUES):
         return False
+    call: Any
+    index: Any
     call, index = node.args
-    first: Any = call.args[0]
-    if _operation(call) in (_own.scan, _own.block, _own.recurrent):
-        flags = sizes_of(first)[0]
-        return index < len(flags) and flags[index]
-    return str(_operation(call)) in _MAX_POOLS and index == 0 and _source(first, _VIEWS | _COPIES) in others
+    operation = _operation(call)
+    if operation in (_own.scan, _own.block, _own.recurrent):
+        binary = sizes_of(call.args[0])[0]
+        return index < len(binary) and binary[index]
+    is_pool = str(operation) in _MAX_POOLS and index == 0
+    return is_pool and _source(call.args[0], _COPIES) in others
 
 
 def _call(graph: fx.Graph, function: Any, *args: Any) -> fx.Node:

@@ -30,7 +30,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
     """The graphs that Inductor gets, which run eagerly in its place."""
     found: list[fx.Graph] = []
 
-    def run(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def run(gm: fx.GraphModule, inputs: Sequence[Any], _: Any) -> Callable[..., Any]:
         found.append(gm.graph)
         return gm.forward
 

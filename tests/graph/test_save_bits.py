@@ -156,6 +156,6 @@ def test_inductor() -> None:
     make = partial(copy.deepcopy, sf.Temporal(layers))
     x = torch.rand(4, 32, 6)
     plain = train(make(), x, torch.float32)
-    size, num, found = train(sf.fuse(make(), mode="inductor"), x, torch.float32)
+    _, num, found = train(sf.fuse(make(), mode="inductor"), x, torch.float32)
     assert num == 0
     torch.testing.assert_close(found, plain[2])
