@@ -16,9 +16,9 @@ compares. Times are those of a call with torch 2.13 on one core:
 - `_backward_hooks` (0.08 us) holds the hooks of a tensor. In public: none, and eligibility traces
   miss what a hook between a layer and its neuron does to gradients, and hooks of parameters are
   called for parts of the gradient of a rule, too.
-- `_dynamo.lookup_backend` returns Inductor as a function of a graph, and `_inductor` has the class of
-  passes that may change a graph before it is split. In public: graphs run eagerly.
-  `_dynamo.config` lets TorchDynamo capture whole graphs inside `DistributedDataParallel`. In
+- `_dynamo.lookup_backend` returns Inductor as a function of a graph, and `_inductor` has the class
+  of passes that change a graph before it is split. In public: graphs run eagerly.
+- `_dynamo.config` lets TorchDynamo capture whole graphs inside `DistributedDataParallel`. In
   public: none, and norms and neurons whose gradients are sent apart are not fused.
 - `_dynamo_marked_constant` is what `torch.compiler.assume_constant_result` sets, which first
   imports TorchDynamo: `import spikefuse` would take 2 s more.
@@ -113,8 +113,13 @@ def hashed(x: Tensor) -> int:
 version: Callable[[Tensor], int] = attrgetter("_version") if hasattr(Tensor, "_version") else hashed
 
 
-#: Returns whether torch.compile or torch.export reads the code that calls it.
-is_traced = torch.compiler.is_compiling
+def is_traced() -> bool:
+    """Whether torch.compile or torch.export reads the code that calls this.
+
+    `torch.compiler.is_compiling` is also true of code that runs while PyTorch compiles, in any
+    thread, such as the step of a neuron whose kernels are made.
+    """
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
 def is_compiled(module: nn.Module) -> bool:

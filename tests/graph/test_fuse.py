@@ -374,3 +374,35 @@ def test_each_network_lists_its_own_modules() -> None:
         model(x)
         assert model.listed.of(model.net)[0][0] is model.net
     assert net.listed.of(net.net)[0] is known
+
+
+WAYS = {
+    "fused": sf.fuse,
+    "segments": lambda net: sf.Temporal(net.net, memory=sf.memory.Checkpoint()),
+    "compiled": functools.partial(torch.compile, backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.usefixtures("blocks_of_any_size")
+def test_learned_widths(way: str, has_norm: bool) -> None:
+    """Their kernels are made while PyTorch compiles."""
+
+    class Own(sf.surrogate.Arctan):
+        """Of no program that another test has made."""
+
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    width = nn.Parameter(torch.tensor(2.0))
+    norm = nn.BatchNorm1d(8) if has_norm else nn.Identity()
+    neuron = sf.LIF(0.7, 0.5, surrogate=Own(width))
+    net = sf.Temporal(nn.Sequential(nn.Linear(6, 8), norm, neuron))
+    x, found = torch.randn(7, 4, 6), []
+    for run in (WAYS[way](net), functools.partial(net, impl="reference")):
+        width.grad = None
+        run(x).sum().backward()
+        assert width.grad is not None
+        found.append(width.grad)
+    assert found[1].abs() > 1
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
