@@ -113,13 +113,10 @@ def hashed(x: Tensor) -> int:
 version: Callable[[Tensor], int] = attrgetter("_version") if hasattr(Tensor, "_version") else hashed
 
 
-def is_traced() -> bool:
-    """Whether torch.compile or torch.export reads the code that calls this.
-
-    `torch.compiler.is_compiling` is also true of code that runs while PyTorch compiles, in any
-    thread, such as the step of a neuron whose kernels are made.
-    """
-    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+#: Returns whether torch.compile reads the code that calls it. `torch.compiler.is_compiling` is also
+#: true of code that runs while PyTorch compiles, in any thread, such as the step of a neuron whose
+#: kernels are made.
+is_traced = torch.compiler.is_dynamo_compiling
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -318,7 +318,7 @@ def run_captured(
 ) -> Any:
     """Run `function(net, args, kwargs)` as a fused graph, unless it is traced itself."""
     traced = is_traced() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if captured is None or traced:
+    if captured is None or traced or torch.compiler.is_exporting():
         return function(net, args, kwargs)
     return captured(function, net, args, kwargs)
 

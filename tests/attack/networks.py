@@ -16,11 +16,21 @@ from spikefuse.testing import LAYOUTS, lay_out, make_input, within_budget
 ROUNDING = 2.0**-24
 RETAINS_LAST = [int(part) for part in torch.__version__.split(".")[:2]] > [2, 11]
 POLICIES = (memory.SaveAll(), memory.Recompute(), memory.Bits())
+
+
+def learned(rng: random.Random) -> sf.Neuron:
+    """A neuron whose values are all learned, of kernels of its own: its class is new."""
+    kind = rng.choice((sf.surrogate.Sigmoid, sf.surrogate.Arctan, sf.surrogate.FastSigmoid))
+    decay, threshold, width = (nn.Parameter(torch.tensor(v)) for v in (0.6, 0.4, 2.0))
+    return sf.LIF(decay, threshold, surrogate=type("Own", (kind,), {})(width))
+
+
 NEURONS: tuple[Callable[[random.Random], sf.Neuron], ...] = (
     lambda rng: sf.LIF(rng.choice((0.2, 0.5, 0.9)), rng.choice((0.3, 1.0))),
     lambda rng: sf.LIF(0.5, 0.4, reset="soft", detach_reset=True),
     lambda rng: sf.PLIF(0.5, rng.choice((0.3, 0.6))),
     lambda rng: sf.ALIF(0.8, 0.5),
+    learned,
 )
 
 
