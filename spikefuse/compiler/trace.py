@@ -126,13 +126,19 @@ def _traced_class(unknown: tuple[tuple[str, str], ...], cls: type[nn.Module], pr
         return self.forward(*args, **kwargs)
 
     members: dict[str, Any] = {"__call__": call} if prefix else {}
+    refused = {}
     for name, why in unknown:
         owner, _, attribute = name.rpartition(".")
         if owner == prefix.rstrip("."):
             refuse = partial(_refuse_unknown, why)
-            members[attribute] = property(refuse, refuse)
+            refused[attribute] = property(refuse, refuse)
+    if not (members or refused):
+        return cls
     kind: Any = type(cls)
-    return kind(cls.__name__, (cls,), {**members, "__module__": cls.__module__}) if members else cls
+    made = kind(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
+    for attribute, value in refused.items():
+        setattr(made, attribute, value)  # after the class has read the arguments of `step`
+    return made
 
 
 def _refuse_unknown(why: str, *_: Any) -> Any:

@@ -20,7 +20,7 @@ from spikefuse._torch import constant_result, refuse_data_parallel
 from spikefuse.neurons.checks import is_integer
 from spikefuse.neurons.description import Description, read
 from spikefuse.neurons.fixed_point import fixed_point
-from spikefuse.neurons.parameters import Holder, positive
+from spikefuse.neurons.parameters import Holder, positive, shallow_copy
 
 Outputs = tuple[Tensor, ...]
 States = tuple[Tensor, ...]
@@ -84,7 +84,8 @@ class Neuron(Holder):
       instance attribute hides: constants. `step` may branch on them; a new value compiles a new
       kernel.
 
-    Attributes of other types are allowed where `step` does not read them.
+    Attributes of other types are allowed where `step` does not read them. A function, or a method
+    bound to the neuron, may replace a method such as `step` on one instance.
 
     Example::
 
@@ -297,8 +298,8 @@ def with_outputs(neuron: _N, names: tuple[str, ...]) -> _N:
     without names, the neuron itself."""
     if not names:
         return neuron
-    clone = object.__new__(type(neuron))
-    clone.__dict__.update(neuron.__dict__, _description=None, _selected=names)
+    clone: _N = shallow_copy(neuron)
+    clone.__dict__.update(_description=None, _selected=names)
     return clone
 
 

@@ -19,7 +19,15 @@ from torch import Tensor, nn
 
 from spikefuse._torch import children_of, registries
 from spikefuse.neurons.learnable import Learnable
-from spikefuse.neurons.parameters import CHECKS, VERSION, Holder, registered, versions
+from spikefuse.neurons.parameters import (
+    CHECKS,
+    VERSION,
+    Holder,
+    is_own_method,
+    registered,
+    shallow_copy,
+    versions,
+)
 
 
 class Cache(dict[Hashable, Any]):
@@ -68,11 +76,15 @@ class Description:
             statics.append((prefix, type(part), *_functions(part)))
             known = {}
             for name, value in constants:
+                if is_own_method(part, value):
+                    value = MethodType, value.__func__
                 try:
                     statics.append((name, _constant(type(part).__name__, name, value)))
                     known[name] = value
                 except TypeError as error:
                     self.unknown[prefix + name] = str(error)
+                    if hasattr(type(part), name):  # which a step may read elsewhere
+                        statics.append((name, "unknown"))
             self.constants += [prefix + name for name in known]
             if not _is_observed(part, known.values()):
                 self.seen.clear()
@@ -221,9 +233,9 @@ def bind(
         as_class: returns the class of a copy for that of a module and its prefix.
     """
     cls = type(module)
-    clone = object.__new__(as_class(cls, prefix) if as_class else cls)
+    clone = shallow_copy(module, as_class(cls, prefix) if as_class else cls)
     # Values become plain attributes, so that neither nn.Module nor autograd interferes.
-    clone.__dict__.update(module.__dict__, **registries())
+    clone.__dict__.update(registries())
     clone.__dict__.update((name, None) for name, value in _attributes(module) if value is None)
     for name, value in values.items():
         if name.startswith(prefix) and "." not in name[len(prefix) :]:

@@ -7,6 +7,7 @@ import math
 from abc import ABCMeta
 from collections.abc import Callable
 from functools import wraps
+from types import MethodType
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -30,6 +31,8 @@ Version = list[object]
 VERSION = "_changes"
 #: The attribute of a `Holder` with the checks of its parameters by name, each with its bounds.
 CHECKS = "_checks"
+#: The item of a pickled `Holder` with the functions of its own methods by name.
+_METHODS = "_methods"
 _class_versions: WeakKeyDictionary[type, Version] = WeakKeyDictionary()
 
 
@@ -142,6 +145,16 @@ class Holder(nn.Module, metaclass=_HolderType):
             self.register_buffer(name, value)
         _changed(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A method is pickled as the name of its function, by which a copy would find another one.
+        own = {n: v.__func__ for n, v in vars(self).items() if is_own_method(self, v)}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[misc, unused-ignore]
+        return {n: v for n, v in state.items() if n not in own} | ({_METHODS: own} if own else {})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        own = {n: MethodType(f, self) for n, f in state.get(_METHODS, {}).items()}
+        super().__setstate__({n: v for n, v in state.items() if n != _METHODS} | own)
+
     def _option(self, name: str, value: Any, check: Check, *bounds: Any) -> Any:
         """Return an argument of the constructor, and let each assignment to the attribute `name`
         store what `check(name, value, *bounds)` returns. A check that a subclass names first is
@@ -172,6 +185,21 @@ class Holder(nn.Module, metaclass=_HolderType):
         _changed(self)
 
 
+def is_own_method(module: nn.Module, value: Any) -> bool:
+    """Whether an attribute of a module is a method that is bound to the module itself."""
+    return isinstance(value, MethodType) and value.__self__ is module
+
+
+def shallow_copy(module: Any, cls: type | None = None) -> Any:
+    """Return a copy that shares the attributes, of the class `cls` if one is passed. Methods of the
+    module itself become those of the copy, so that they read its values."""
+    clone: Any = object.__new__(cls or type(module))
+    for name, value in module.__dict__.items():
+        own = is_own_method(module, value)
+        clone.__dict__[name] = MethodType(value.__func__, clone) if own else value
+    return clone
+
+
 def registered(module: nn.Module) -> dict[str, Any]:
     """Return the parameters, buffers and submodules of a module by name."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
@@ -181,8 +209,8 @@ def registered(module: nn.Module) -> dict[str, Any]:
 
 def evaluated(module: Any) -> Any:
     """Return a shallow copy with the value of each `Learnable`; torch.compile can trace this."""
-    clone = object.__new__(type(module))
-    clone.__dict__.update(module.__dict__, **registries())
+    clone = shallow_copy(module)
+    clone.__dict__.update(registries())
     for name, value in registered(module).items():
         if isinstance(value, nn.Module) and not isinstance(value, Learnable):
             nn.Module.add_module(clone, name, evaluated(value))

@@ -67,7 +67,7 @@ class SlidingPSN(Neuron):
         return self.surrogate(h), (x, *states)[: len(states)]
 
     def __reduce__(self) -> Any:
-        return SlidingPSN, (self.order,), self.__dict__
+        return SlidingPSN, (self.order,), self.__getstate__()
 
 
 @cache

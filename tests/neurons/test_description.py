@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial, partialmethod
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,15 @@ from spikefuse import (
     LearnableFraction,
     LearnablePositive,
     Neuron,
+    SlidingPSN,
     State,
+    Temporal,
     UnsupportedOperation,
+    fuse,
     surrogate,
 )
 from spikefuse.neurons.description import Description, bind, read
+from spikefuse.nn import Block
 
 
 class Two(Neuron):
@@ -715,3 +719,90 @@ def test_a_descriptor_without_a_hash_that_no_step_reads():
 
     x = torch.rand(3, 4)
     torch.testing.assert_close(Odd()(x), WithModule()(x))
+
+
+def no_spikes(self, h, threshold):
+    return 0 * h, h
+
+
+def decayed(self, x, v):
+    return self.decay * x, (v,)
+
+
+def above(self, x, v):
+    return 0 * x + self.threshold
+
+
+METHODS = {"fire": no_spikes, "step": decayed, "charge": above}
+VALUES = {"fire": 0.0, "step": 0.25, "charge": 1.0}
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["new", "known"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_of_an_instance(name, is_known):
+    class Own(LIF):
+        pass
+
+    x = torch.full((3, 2, 4), 0.5)
+    if is_known:
+        Own()(x)
+    neuron = Own()
+    setattr(neuron, name, MethodType(METHODS[name], neuron))
+    assert neuron.description() is neuron.description()
+    norm = nn.BatchNorm1d(4, eps=0.0).eval()
+    nets = [
+        neuron,
+        partial(neuron, impl="reference"),
+        Temporal(neuron),
+        fuse(Temporal(nn.Sequential(norm, neuron))),
+        Block(norm, neuron),
+        torch.compile(neuron, backend="eager"),
+    ]
+    for net in nets:
+        assert torch.equal(net(x), torch.full_like(x, VALUES[name]))
+    spikes, _ = neuron(x, outputs=("spikes", "v"))
+    assert torch.equal(spikes, torch.full_like(x, VALUES[name]))
+    assert set(Own()(x).unique().tolist()) <= {0.0, 1.0}
+
+
+def test_a_method_of_a_surrogate_of_an_instance():
+    neuron, x = LIF(), torch.full((3, 2, 4), 2.0)
+    assert neuron(x).all()
+    neuron.surrogate.spike = MethodType(lambda self, u: u < 0, neuron.surrogate)
+    for impl in ("auto", "reference"):
+        assert not neuron(x, impl=impl).any()
+
+
+@pytest.mark.parametrize("duplicate", ["copy", "deepcopy", "pickle"])
+@pytest.mark.parametrize("make", [LIF, SlidingPSN])
+def test_copies_have_methods_of_their_own(make, duplicate):
+    neuron = make()
+    neuron.fire = MethodType(no_spikes, neuron)
+    how = {"pickle": lambda n: pickle.loads(pickle.dumps(n))}
+    other = how.get(duplicate, getattr(copy, duplicate, None))(neuron)
+    assert other.fire.__self__ is other
+    assert other.fire.__func__ is no_spikes
+    assert vars(other).keys() == vars(neuron).keys()
+
+
+def test_a_method_of_a_copy_reads_its_values():
+    neuron, x = LIF(), torch.full((2, 1, 3), 0.5)
+    neuron.charge = MethodType(above, neuron)
+    other = copy.deepcopy(neuron)
+    other.fire = MethodType(lambda self, h, threshold: (h, h), other)
+    other.threshold = 3.0
+    for impl in ("auto", "reference"):
+        assert torch.equal(other(x, impl=impl), torch.full_like(x, 3.0))
+        assert neuron(x, impl=impl).all()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_functions_whose_changes_cannot_be_detected_are_refused(name):
+    neuron, other, x = LIF(), LIF(), torch.ones(2, 1, 3)
+    neuron(x)
+    for function in (partial(METHODS[name], neuron), getattr(other, name)):
+        setattr(neuron, name, function)
+        with pytest.raises(
+            UnsupportedOperation, match=rf"LIF\.{name} is a (partial|method), whose"
+        ):
+            neuron(x)
