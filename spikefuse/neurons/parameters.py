@@ -125,6 +125,9 @@ class Holder(nn.Module, metaclass=_HolderType):
         return ", ".join(shown)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__dict__":  # by copies of parametrized modules, before anything else
+            super().__setattr__(name, value)
+            return
         if "training" not in vars(self):
             raise AttributeError(
                 f"{type(self).__name__}.{name} is set too early: call super().__init__() first"

@@ -64,7 +64,8 @@ def quantize(net: Temporal, x: Tensor, weights: int | None = 8, states: int | No
     Raises:
         TypeError: `net` is not a `Temporal`.
         ValueError: bits are out of range, a neuron is not called, torch.fx cannot trace a network
-            with norms, or a layer with parameters cannot be quantized, or is quantized already.
+            with norms, a layer with parameters cannot be quantized, or is quantized already, or a
+            neuron whose states are quantized has parametrizations.
     """
     if not isinstance(net, Temporal):
         raise TypeError(f"net is {net!r}: expected a spikefuse.Temporal")
@@ -157,6 +158,7 @@ def _fold(net: Temporal, x: Tensor) -> None:
 
 
 def _quantize_weights(net: Temporal, bits: int) -> None:
+    neurons = {part for neuron in _neurons(net).values() for part in neuron.modules()}
     for name, layer in [*net.named_modules()]:
         if isinstance(layer, LAYERS):
             own = dict(layer.named_parameters(recurse=False))
@@ -174,7 +176,7 @@ def _quantize_weights(net: Temporal, bits: int) -> None:
                 least = _power_of_two(layer.bias.abs().float() / (2**23 - 1))
                 step = torch.maximum(step * 2.0 ** (bits - 8), least)
                 register_parametrization(layer, "bias", FixedPoint(step, 24))
-        elif isinstance(layer, Neuron | Surrogate | Learnable):
+        elif layer in neurons or isinstance(layer, Surrogate | Learnable):
             continue
         elif isinstance(layer, BatchNorm) or [*layer.parameters(recurse=False)]:
             raise ValueError(
@@ -182,6 +184,10 @@ def _quantize_weights(net: Temporal, bits: int) -> None:
                 f"{', '.join(kind.__name__ for kind in LAYERS)}, a batch norm right behind one, "
                 "both without hooks, or a neuron"
             )
+
+
+def _neurons(net: nn.Module) -> dict[str, Neuron]:
+    return {name: m for name, m in net.named_modules() if isinstance(m, Neuron)}
 
 
 class _StateSteps(Observer):
@@ -202,8 +208,13 @@ class _StateSteps(Observer):
 
 
 def _quantize_states(net: Temporal, x: Tensor, bits: int) -> None:
-    neurons = {name: m for name, m in net.named_modules() if isinstance(m, Neuron) and m.states}
-    for neuron in neurons.values():
+    neurons = {name: neuron for name, neuron in _neurons(net).items() if neuron.states}
+    for name, neuron in neurons.items():
+        if any(map(is_parametrized, neuron.modules())):
+            raise ValueError(
+                f"'{name}' has parametrizations, whose values cannot be rounded: call "
+                "torch.nn.utils.parametrize.remove_parametrizations, or pass states=None"
+            )
         _round_parameters(neuron)
         neuron.state_bits = 0
     observer = _StateSteps(bits)

@@ -30,6 +30,7 @@ from spikefuse import (
     State,
     Temporal,
     UnsupportedOperation,
+    exportable,
     fuse,
     surrogate,
 )
@@ -357,6 +358,26 @@ def test_a_parametrization() -> None:
     assert neuron(x)[-1].item() == 1.0
 
 
+@pytest.mark.parametrize(
+    "duplicate",
+    [
+        copy.deepcopy,
+        exportable,
+        lambda net: torch.optim.swa_utils.AveragedModel(net).module,
+    ],
+    ids=["deepcopy", "exportable", "AveragedModel"],
+)
+def test_copies_of_a_network_with_a_parametrized_neuron(duplicate: Any) -> None:
+    net, x = Temporal(nn.Sequential(LI(nn.Parameter(torch.tensor(0.25))))), torch.ones(3, 2, 4)
+    register_parametrization(net.net[0], "decay", Halved())
+    other = duplicate(net)
+    assert torch.equal(other(x), net(x))
+    with torch.no_grad():
+        next(other.parameters()).zero_()
+    assert torch.equal(other(x), x)
+    assert not torch.equal(net(x), x)
+
+
 def test_cache_lasts_until_a_float_or_a_constant_changes() -> None:
     neuron = Modes()
     neuron.description().cache["key"] = True
@@ -599,6 +620,12 @@ def _set_data(neuron):
     neuron.decay.data = torch.tensor(0.9)
 
 
+def _parametrized(neuron):
+    register_parametrization(neuron, "decay", Halved())
+    register_parametrization(neuron.surrogate, "width", Halved())
+    return neuron
+
+
 def _copied(copied):
     copied.threshold, copied.surrogate.cutoff = 0.5, 0.0
     return copied
@@ -613,10 +640,21 @@ def _copied(copied):
         lambda neuron: neuron.to(torch.bfloat16),
         lambda neuron: register_parametrization(neuron, "decay", Halved()),
         lambda neuron: _copied(copy.deepcopy(neuron)),
+        lambda neuron: _copied(copy.deepcopy(_parametrized(neuron))),
         lambda neuron: _copied(copy.copy(neuron)),
         lambda neuron: _copied(pickle.loads(pickle.dumps(neuron))),
     ],
-    ids=["load", "assign", "data", "to", "parametrize", "deepcopy", "copy", "pickle"],
+    ids=[
+        "load",
+        "assign",
+        "data",
+        "to",
+        "parametrize",
+        "deepcopy",
+        "deepcopy parametrized",
+        "copy",
+        "pickle",
+    ],
 )
 def test_changes_by_torch_are_seen(change):
     neuron, x = Learned(), 2 * torch.randn(5, 2, 3)

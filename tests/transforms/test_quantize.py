@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization
 
 import spikefuse as sf
 
@@ -302,6 +303,21 @@ def test_refusals() -> None:
 
     with pytest.raises(ValueError, match=r"'net.lif' is not called"):
         sf.quantize(sf.Temporal(Unused()), x)
+
+
+class Clamp(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        return value.clamp(0, 0.25)
+
+
+def test_a_parametrized_neuron() -> None:
+    net, x = sf.Temporal(nn.Sequential(nn.Linear(4, 4), sf.LIF())), torch.rand(3, 2, 4)
+    net.net[1].decay = nn.Parameter(torch.tensor(0.5))
+    register_parametrization(net.net[1], "decay", Clamp(), unsafe=True)
+    quantized: Any = sf.quantize(net, x, states=None)
+    assert quantized.net[1].decay.item() == 0.25
+    with pytest.raises(ValueError, match=r"'net.1' has parametrizations, whose values cannot be"):
+        sf.quantize(net, x, weights=None)
 
 
 def test_pruned_weights_stay_zero() -> None:
