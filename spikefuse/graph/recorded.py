@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from spikefuse._torch import keeps_graph, version
 from spikefuse.graph import capture
 from spikefuse.graph.capture import NotRecordable, Pool, static_copy, stored
+from spikefuse.neurons.checks import is_dense
 from spikefuse.scan.double_backward import refuse_double_backward
 
 #: Eager calls before a recording, with the same shapes.
@@ -207,8 +208,8 @@ class _Inputs:
             self.obstacle = f"its inputs are not on one GPU, but on: {names}"
         elif kinds:
             self.obstacle = f"an input is a {kinds.pop().__name__}"
-        elif any(inputs[i].layout is not torch.strided for i in tensors):
-            self.obstacle = "an input is sparse"
+        elif not all(is_dense(inputs[i]) for i in tensors):
+            self.obstacle = "an input is sparse or nested"
         elif any(inputs[i].is_inference() for i in self.static):
             self.obstacle = "its parameters or buffers were made in inference mode"
         self.device: torch.device = inputs[tensors[0]].device if tensors else torch.device("cpu")
@@ -332,7 +333,7 @@ class _Recording:
     def _set_outputs(self, outputs: Sequence[Any], device: torch.device) -> None:
         tensors = [x for x in outputs if isinstance(x, Tensor)]
         for x in tensors:
-            if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided:
+            if type(x) not in (Tensor, nn.Parameter) or not is_dense(x):
                 raise NotRecordable(f"an output is a {type(x).__name__} of layout {x.layout}")
             if x.device != device:
                 raise NotRecordable(f"an output is on {x.device}")

@@ -33,6 +33,11 @@ def integer(name: str, value: Any, low: int = 1) -> int:
     return int(value)
 
 
+def is_dense(value: Any) -> bool:
+    """Whether a value is a tensor that is neither sparse nor nested."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+
+
 def check_tensor(name: str, value: Any, shape: str = "") -> None:
     """Raise a TypeError unless an argument is a dense tensor.
 
@@ -41,7 +46,13 @@ def check_tensor(name: str, value: Any, shape: str = "") -> None:
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}: expected a tensor{shape}")
-    if value.layout is not torch.strided:
+    if value.is_nested:
+        raise TypeError(
+            f"{name} is a nested tensor: expected a dense tensor{shape}; pad its sequences, as by "
+            "torch.nn.utils.rnn.pad_sequence, and pass their lengths= to what reads the outputs, "
+            "see docs/how-to/lengths.md"
+        )
+    if not is_dense(value):
         raise TypeError(f"{name} is {value.layout}: expected a dense tensor{shape}, x.to_dense()")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from spikefuse import neurons, reference
 from spikefuse._torch import constant_result
-from spikefuse.neurons.checks import check_tensor, is_plain
+from spikefuse.neurons.checks import check_tensor, is_dense, is_plain
 from spikefuse.neurons.definition import Neuron, States, ValuePerStep, first_states, with_outputs
 from spikefuse.neurons.per_step import per_step_values, with_inputs
 from spikefuse.nn.call import Scan, active, mark_binary, wants_bits
@@ -231,7 +231,8 @@ def check_inputs(
             f"function that makes neurons is expected, pass lambda: {name}(...)"
         )
     for label, x in zip(names, inputs, strict=True):
-        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        # As `is_dense`, without a call.
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
             check_tensor(f"{name}: {label}", x)
         if x.dtype not in DTYPES and (x.dtype != torch.float64 or backend != "reference"):
             hint = ' (or impl="reference")' if x.dtype == torch.float64 else ""
@@ -257,6 +258,8 @@ def check_inputs(
     for label, s in zip(states, state, strict=True):
         if not isinstance(s, Tensor) or not s.is_floating_point():
             raise TypeError(f"{name}: state {label} must be a floating-point tensor")
+        if not is_dense(s):
+            check_tensor(f"{name}: state {label}", s)
         if s.shape != step or s.device != inputs[0].device:
             raise ValueError(
                 f"{name}: state {label} is {list(s.shape)} on {s.device}: expected {list(step)} "

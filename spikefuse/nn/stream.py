@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from spikefuse._torch import Modules
 from spikefuse.kernels.norm import BatchNorm
+from spikefuse.neurons.checks import check_tensor
 from spikefuse.neurons.definition import States
 from spikefuse.nn.call import TemporalCall, inside
 from spikefuse.nn.neuron import check_module
@@ -101,6 +102,8 @@ class Stream:
         layers = layers_with_states(self.net, one_step=True, listed=listed)
         names = dict(zip(map(id, layers.values()), layers, strict=True))
         x = inputs[0] if inputs else None
+        if isinstance(x, Tensor) and x.is_nested:
+            check_tensor("the input", x, " [B, ...]")
         batch = len(x) if isinstance(x, Tensor) and x.ndim else 1
         call = TemporalCall(1, names, batch, initial=self._state, final=True)
         call.modules = modules

@@ -284,7 +284,7 @@ class Temporal(nn.Module):
                     continue
                 if self.batch_first:
                     raise _time_first(x)
-            elif x.layout is not torch.strided:
+            elif x.layout is not torch.strided or x.is_nested:
                 check_tensor("the input", x, f" {expected}")
             if sequences and x.shape[:2] != sequences[0].shape[:2]:
                 # The exporters before torch.export pass defaults of keyword arguments as tensors.

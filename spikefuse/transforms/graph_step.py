@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from spikefuse._torch import Modules, tensors_of, version
 from spikefuse.graph import capture
 from spikefuse.graph.capture import NotRecordable, static_copy, stored
+from spikefuse.neurons.checks import is_dense
 from spikefuse.neurons.parameters import Holder
 from spikefuse.nn.nesting import flatten, key_of, map_tensors, unflatten
 from spikefuse.nn.stream import Stream
@@ -421,7 +422,7 @@ def _description(x: Any) -> Any:
     if isinstance(x, CONSTANTS | PARTS):
         return type(x), x
     kind = f"an argument is a {type(x).__name__}"
-    if type(x) is not Tensor or x.layout is not torch.strided:
+    if type(x) is not Tensor or not is_dense(x):
         raise TypeError(
             f"{kind}: graph_step takes dense tensors, numbers, strings, modules and optimizers, in "
             "tuples, lists and dicts; let the step use other objects itself"

@@ -47,6 +47,8 @@ DENSE = {
     "neuron": sf.LIF(),
     "neuron in the loop": lambda x: sf.LIF()(x, impl="reference"),
     "container": NET,
+    "block": sf.nn.Block(nn.BatchNorm1d(4), sf.LIF()),
+    "recurrent": sf.Recurrent(sf.LIF(), 4),
     "layer over time": sf.PSN(5),
     "loop": lambda x: sf.Loop(nn.Identity(), (4,))(x, return_state=True),
     "encoding": lambda x: encode.direct(x, 4),
@@ -71,6 +73,29 @@ def test_other_things_than_tensors(name: str) -> None:
             DENSE[name](value)
     with pytest.raises(TypeError, match=r"is torch\.sparse_coo: expected a dense tensor"):
         DENSE[name](X.to_sparse())
+
+
+NESTED = {
+    **DENSE,
+    "state": lambda x: sf.LIF()(X, state=(x,)),
+    "stream": lambda x: sf.Stream(NET)(x),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors(name: str, layout: torch.layout) -> None:
+    x = torch.nested.nested_tensor([torch.rand(3, 4), torch.rand(5, 4)], layout=layout)
+    with pytest.raises(
+        TypeError, match=r"is a nested tensor: expected a dense .*pass their length"
+    ):
+        NESTED[name](x)
+
+
+def test_a_sparse_state() -> None:
+    with pytest.raises(TypeError, match=r"LIF: state v is torch\.sparse_coo: expected a dense"):
+        sf.LIF()(X, state=(X[0].to_sparse(),))
 
 
 @pytest.mark.parametrize(
