@@ -7,41 +7,55 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spikefuse.events.linear import InputActivity
 from spikefuse.neurons import LI, Neuron
 from spikefuse.nn import Block, EventLinear, Events, Recurrent
 from spikefuse.train.processes import Processes
 
 
 class RateMonitor:
-    """Hold the spikes of neurons, recurrent layers and blocks in the last call in training.
+    """Hold the spikes of neurons, recurrent layers and blocks in the last call of a network in
+    training, in which a layer may be called several times.
 
     Neurons inside an event layer, which are not called, do not count. Nor do leaky integrators,
     which never fire.
     """
 
     def __init__(self, net: nn.Module) -> None:
-        self.last: dict[str, Tensor] = {}
+        self.last: dict[str, list[Tensor]] = {}
         self.num_layers = 0
         for name, module in net.named_modules():
             if isinstance(module, Neuron | Block | Recurrent) and not isinstance(module, LI):
                 module.register_forward_hook(self._observe(name))
                 self.num_layers += 1
+        net.register_forward_pre_hook(self._begin())
+
+    def _begin(self) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            if _is_training(module):
+                self.last.clear()
+
+        return hook
 
     def _observe(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if module.training and torch.is_grad_enabled():
-                self.last[name] = output[0] if isinstance(output, tuple) else output
+            if _is_training(module):
+                spikes = output[0] if isinstance(output, tuple) else output
+                self.last.setdefault(name, []).append(spikes)
 
         return hook
 
     def penalty(self) -> Tensor | None:
         """Compute $\\frac1L\\sum_l r_l$ for the most recent call, and release its spikes.
 
-        $r_l$ is the firing rate of layer $l$ of $L$: its spikes of either sign per neuron and step.
+        $r_l$ is the firing rate of layer $l$ of $L$: its spikes of either sign per neuron and step,
+        of all its calls.
         """
-        # Not `abs`, whose gradient at 0 is 0.
-        counts = [torch.where(s < 0, -s, s) for s in self.last.values()]
-        rates = [count.mean(dtype=torch.float32) for count in counts]
+        rates = []
+        for calls in self.last.values():
+            # Not `abs`, whose gradient at 0 is 0.
+            counts = [torch.where(s < 0, -s, s).sum(dtype=torch.float32) for s in calls]
+            rates.append(torch.stack(counts).sum() / max(sum(s.numel() for s in calls), 1))
         self.last.clear()
         return torch.stack(rates).mean() if rates else None
 
@@ -55,15 +69,32 @@ class ActivityMonitor:
 
     def __init__(self, net: nn.Module, capacity: float | None) -> None:
         layers = {n: m for n, m in net.named_modules() if isinstance(m, EventLinear)}
-        self.capacity, self.layers = capacity, list(layers.values())
-        self.last: dict[str, Events] = {}
+        self.capacity = capacity
+        # Of each call in the last call of the network.
+        self.last: dict[str, list[Events]] = {}
+        self.inputs: list[InputActivity] = []
         self.restart()
+        if layers:
+            net.register_forward_pre_hook(self._begin())
         for name, layer in layers.items():
-            if layer.neuron is not None:
-                layer.register_forward_hook(self._observe(name))
+            layer.register_forward_hook(self._observe(name))
+
+    # A function, not a method, which copies of the network would copy with this object.
+    def _begin(self) -> Any:
+        def hook(net: nn.Module, inputs: Any) -> None:
+            self.last.clear()
+            self.inputs.clear()
+
+        return hook
 
     def _observe(self, name: str) -> Any:
-        return lambda layer, inputs, output: self.last.update({name: output})
+        def hook(layer: Any, inputs: Any, output: Any) -> None:
+            if layer.neuron is not None:
+                self.last.setdefault(name, []).append(output)
+            if layer.activity is not None:
+                self.inputs.append(layer.activity)
+
+        return hook
 
     def restart(self) -> None:
         # Numbers of events, and of possible ones, which stay on the device until `row` reads them.
@@ -71,12 +102,11 @@ class ActivityMonitor:
 
     def count(self) -> None:
         """Add the most recent call of the network to the statistics."""
-        for name, events in self.last.items():
-            sites = events.num_rows * events.shape[2]
-            self._add(f"activity_{name}", events.fired.sum(), sites)
-        for layer in self.layers:
-            if layer.activity is not None:
-                self._add("dropped", layer.activity.dropped, layer.activity.spikes)
+        for name, calls in self.last.items():
+            for events in calls:
+                self._add(f"activity_{name}", events.fired.sum(), _sites(events))
+        for read in self.inputs:
+            self._add("dropped", read.dropped, read.spikes)
 
     def _add(self, name: str, part: int | Tensor, whole: int | Tensor) -> None:
         before = self._shares.get(name, (0, 0))
@@ -109,9 +139,19 @@ class ActivityMonitor:
         if self.capacity is None:
             return None
         total = None
-        for events in self.last.values():
-            if events.values is not None:
-                rate = events.values.sum() / max(events.num_rows * events.shape[2], 1)
+        for calls in self.last.values():
+            values = [events.values.sum() for events in calls if events.values is not None]
+            if values:
+                rate = torch.stack(values).sum() / max(sum(map(_sites, calls)), 1)
                 term = torch.relu(rate / self.capacity - 0.5).square()
                 total = term if total is None else total + term
         return total
+
+
+def _is_training(module: nn.Module) -> bool:
+    return module.training and torch.is_grad_enabled()
+
+
+def _sites(events: Events) -> int:
+    """The number of possible events."""
+    return events.num_rows * events.shape[2]

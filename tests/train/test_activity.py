@@ -187,3 +187,62 @@ def test_rates_count_spikes_of_either_sign():
     assert spikes.min() == -1
     penalty = rates.penalty()
     assert penalty.item() == pytest.approx(spikes.abs().mean().item())
+
+
+class Shared(nn.Module):
+    """Calls one neuron on inputs of two sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 6), nn.Linear(6, 10)
+        self.neuron = sf.LIF(threshold=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.neuron(self.second(self.neuron(self.first(x.flatten(1)))))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_rate_penalty_counts_every_call_of_a_shared_neuron(fused: bool) -> None:
+    class Own(TrainingModule):
+        def make_network(self) -> sf.Temporal:
+            net = sf.Temporal(Shared())
+            return sf.fuse(net) if fused else net
+
+    module = Own(TrainConfig(num_steps=4, rate_penalty=1.0)).train()
+    x = torch.rand(4, 3, 1, 8, 8)
+    for _ in range(2):  # the penalty is that of the last call
+        with sf.record(module.net.net) as record:
+            module.net(x)
+        calls = [call["spikes"] for call in record.calls["neuron"]]
+        module.net(x)
+    penalty = module._rates.penalty()
+    total = calls[0].sum() + calls[1].sum()
+    assert calls[0].mean() != calls[1].mean()
+    assert penalty.item() == pytest.approx(total.item() / (4 * 3 * 16))
+    penalty.backward()
+    assert all(layer.weight.grad.any() for layer in (module.net.net.first, module.net.net.second))
+
+
+def test_activity_of_an_event_layer_that_is_called_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            surrogate = sf.surrogate.FastSigmoid(10.0, cutoff=-0.1)
+            neuron = sf.LIF(threshold=0.1, surrogate=surrogate)
+            self.layer = sf.nn.EventLinear(20, 20, neuron=neuron, capacity=0.9)
+
+        def forward(self, x: Events) -> Events:
+            return self.layer(self.layer(x))
+
+    torch.manual_seed(0)
+    net = Twice()
+    activity, calls = ActivityMonitor(net, 0.1), []
+    net.layer.register_forward_hook(lambda *args: calls.append(args[-1]))
+    for _ in range(2):
+        calls.clear()
+        net(Events.from_dense((torch.rand(6, 8, 20) < 0.3).float()))
+    activity.count()
+    spikes = [call.to_dense() for call in calls]
+    rate = torch.stack(spikes).mean().item()
+    assert activity.row()["activity_layer"] == pytest.approx(rate)
+    assert activity.penalty().item() == pytest.approx(max(0, rate / 0.1 - 0.5) ** 2, rel=1e-4)
