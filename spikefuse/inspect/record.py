@@ -34,7 +34,7 @@ class Record(Mapping[str, dict[str, Any]]):
 
     The keys are the names of the recorded neurons and layers that were called, in the order of
     their first calls. Reading one that was called several times raises a ValueError: its values are
-    in `calls`.
+    in `calls`, and `rates` counts all of them.
 
     Attributes:
         calls: for each name, the values of every call, in order.
@@ -73,12 +73,18 @@ class Record(Mapping[str, dict[str, Any]]):
 
     @property
     def rates(self) -> dict[str, float]:
-        """The share of neurons that fire in a step, by layer of neurons. Layers whose outputs are
-        not spikes, such as the potentials of `LI`, have none. Padding does not count."""
-        spikes = {name: s.detach() for name, s in self.of().items()}
-        if self.lengths is not None:
-            spikes = {name: s[valid(s, self.lengths)] for name, s in spikes.items()}
-        return {name: firing_rate(s) for name, s in spikes.items() if are_spikes(s)}
+        """The share of neurons that fire in a step, by layer of neurons, over all calls, each of
+        which counts by the number of its values. Layers whose outputs are not spikes, such as the
+        potentials of `LI`, have none. Padding does not count."""
+        self._check()
+        rates = {}
+        for name, calls in self.calls.items():
+            spikes = [values[SPIKES].detach() for values in calls if SPIKES in values]
+            if self.lengths is not None:
+                spikes = [s[valid(s, self.lengths)] for s in spikes]
+            if spikes and all(map(are_spikes, spikes)):
+                rates[name] = firing_rate(*spikes)
+        return rates
 
     def __repr__(self) -> str:
         def shown(x: Any) -> str:
@@ -286,9 +292,10 @@ def are_spikes(y: Tensor) -> bool:
     return bool((y == y.round()).all())
 
 
-def firing_rate(spikes: Tensor) -> float:
-    """Return the share of the neurons that fire in a step."""
-    return (spikes != 0).float().mean().item()
+def firing_rate(*calls: Tensor) -> float:
+    """Return the share of the neurons that fire in a step, given their spikes in each call."""
+    fired = sum(int(spikes.count_nonzero()) for spikes in calls)
+    return fired / max(sum(spikes.numel() for spikes in calls), 1)
 
 
 def _names(argument: str, names: Names) -> tuple[str, ...]:

@@ -131,7 +131,8 @@ class MetricsWriter(Callback):
 
 
 def firing(module: Any, examples: Examples) -> dict[str, float]:
-    """The share of neurons that fire in a step, and of those that never fire, of each layer."""
+    """The share of neurons that fire in a step, and of those that never fire, of each layer in all
+    of its calls; only the former if their shapes differ, so that the neurons do."""
     if module.config.on_events or module.processes.time > 1:
         return {}  # the history has the activity of events; a sequence may be shared
     was_training = module.net.training
@@ -143,9 +144,10 @@ def firing(module: Any, examples: Examples) -> dict[str, float]:
     module.net.train(was_training)
     found = {}
     for name, rate in recorded.rates.items():
-        silent = (recorded[name]["spikes"] == 0).all(0).all(0)
         found[f"rate_{name}"] = rate
-        found[f"silent_{name}"] = silent.float().mean().item()
+        silent = [(call["spikes"] == 0).all(0).all(0) for call in recorded.calls[name]]
+        if len({neurons.shape for neurons in silent}) == 1:
+            found[f"silent_{name}"] = torch.stack(silent).all(0).float().mean().item()
     return found
 
 

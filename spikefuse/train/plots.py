@@ -50,14 +50,19 @@ def record_example(
     """Record input, spikes and output of the network for one example, a batch of one.
 
     Returns:
-        The encoded input `[T, C, H, W]` or `[T, units]`, the spikes `[T, ...]` of each neuron
-        layer by name, and the output `[T, K]`.
+        The encoded input `[T, C, H, W]` or `[T, units]`, the spikes `[T, ...]` of each call of a
+        neuron layer by name, such as "2", or "2, call 1" of several, and the output `[T, K]`.
     """
     with torch.no_grad(), record(module.net.net) as recorded:
         x = module.encode(pixels)
         output = module.net(x)
     x = x.to_dense() if isinstance(x, Events) else x
-    spikes = {name: y[:, 0].float().cpu() for name, y in recorded.of("spikes").items()}
+    spikes = {}
+    for name, calls in recorded.calls.items():
+        for i, values in enumerate(calls):
+            label = f"{name}, call {i + 1}" if len(calls) > 1 else name
+            if "spikes" in values:
+                spikes[label] = values["spikes"][:, 0].float().cpu()
     return x[:, 0].cpu(), spikes, output[:, 0].float().cpu()
 
 

@@ -56,6 +56,34 @@ def test_rates_are_those_of_spikes():
     assert record.rates == {"net.0": pytest.approx((spikes != 0).float().mean().item())}
 
 
+class Shared(nn.Module):
+    """Calls one neuron on inputs of two sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.neuron, self.layer = sf.LIF(threshold=0.5), nn.Linear(4, 9)
+
+    def forward(self, x):
+        return self.neuron(self.layer(self.neuron(x)))
+
+
+@pytest.mark.parametrize("lengths", [None, torch.tensor([6, 2])])
+def test_rates_of_a_shared_neuron_are_those_of_all_its_calls(lengths):
+    torch.manual_seed(0)
+    net = sf.Temporal(Shared())
+    with sf.record(net, lengths=lengths) as record:
+        for _ in range(2):
+            net(torch.rand(6, 2, 4))
+    calls = [call["spikes"] for call in record.calls["net.neuron"]]
+    assert [s.shape[-1] for s in calls] == [4, 9, 4, 9]
+    if lengths is not None:
+        calls = [torch.cat([s[:, 0], s[:2, 1]]) for s in calls]
+    rate = torch.cat([s.flatten() for s in calls]).mean().item()
+    assert rate != pytest.approx(sum(s.mean().item() for s in calls) / 4, abs=1e-4)
+    assert record.rates == {"net.neuron": pytest.approx(rate)}
+    assert len(sf.plots.rates(record).patches) == 1
+
+
 def test_the_potential_before_the_reset():
     net, x = make_net(norm=False), images()
     with sf.record(net, states=("v", "h")) as record:

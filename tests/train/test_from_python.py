@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import warnings
 from functools import partial
@@ -40,6 +41,37 @@ def test_fit(tmp_path: Path) -> None:
     name = f"{tiny.__module__}:tiny"
     net = sf.load(out, model=name)
     assert net.net(torch.rand(2, 3, 1, 8, 8)).shape == (2, 3, 10)
+
+
+class Shared(nn.Module):
+    """Calls one neuron on inputs of `hidden` and of ten neurons."""
+
+    def __init__(self, hidden, neuron, width):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, hidden), nn.Linear(hidden, 10)
+        self.neuron = neuron
+
+    def forward(self, x):
+        return self.neuron(self.second(self.neuron(self.first(x.flatten(1)))))
+
+
+def ten(neuron, in_channels, num_classes, size):
+    return Shared(10, neuron(), size[0] * size[1])
+
+
+def twelve(neuron, in_channels, num_classes, size):
+    return Shared(12, neuron(), size[0] * size[1])
+
+
+@pytest.mark.parametrize("model", [ten, twelve])
+def test_a_network_with_a_shared_neuron(tmp_path: Path, model: Any) -> None:
+    sf.train.fit(**SETTINGS, model=model, threshold=0.2, out=tmp_path / "run")
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert 0 < float(row["rate_neuron"]) < 1
+    # Calls of twelve and of ten neurons have no neurons in common that may be silent.
+    assert ("silent_neuron" in row) == (model is ten)
+    assert (tmp_path / "run" / "raster.png").exists()
 
 
 def test_a_run_that_was_stopped(tmp_path: Path) -> None:
