@@ -51,6 +51,12 @@ class Step:
         """For each output, whether the graph proves that it is always 0 or 1."""
         return tuple(map(self.graph.is_binary, self.graph.outputs[: self.num_outputs]))
 
+    @cached_property
+    def is_continuous(self) -> bool:
+        """Whether the outputs and new states are continuous functions of inputs and states."""
+        rows = [ops.TABLE[node.op] for node in self.graph.nodes]
+        return not any(row.discontinuous or row.result == "b" for row in rows)
+
     def without_unused(self, used: set[str]) -> Step:
         """Return the step without the parameters that are not in `used`."""
         fixed = len(self.inputs) + len(self.states)

@@ -20,7 +20,7 @@ from spikefuse.neurons.definition import Neuron, UnknownOutput
 from spikefuse.nn.call import Scan, active
 from spikefuse.nn.checkpoint import is_recomputed
 from spikefuse.nn.nesting import map_tensors
-from spikefuse.nn.neuron import scan_neuron
+from spikefuse.nn.neuron import never_fires, scan_neuron
 from spikefuse.nn.readouts import valid
 from spikefuse.scan.layout import unflatten_steps
 from spikefuse.scan.records import Arguments, Results, Wanted
@@ -44,6 +44,7 @@ class Record(Mapping[str, dict[str, Any]]):
     def __init__(self) -> None:
         self.calls: dict[str, list[dict[str, Any]]] = {}
         self.lengths: Tensor | None = None
+        self._neurons: dict[str, Neuron] = {}
         self._read: list[tuple[str, Tensor, int]] = []
 
     def __getitem__(self, name: str) -> dict[str, Any]:
@@ -82,7 +83,7 @@ class Record(Mapping[str, dict[str, Any]]):
             spikes = [values[SPIKES].detach() for values in calls if SPIKES in values]
             if self.lengths is not None:
                 spikes = [s[valid(s, self.lengths)] for s in spikes]
-            if spikes and all(map(are_spikes, spikes)):
+            if spikes and all(are_spikes(s, self._neurons[name]) for s in spikes):
                 rates[name] = firing_rate(*spikes)
         return rates
 
@@ -181,6 +182,7 @@ class _RecordObserver(ModuleObserver):
         known = {name: m for m, name in self.names.items() if isinstance(m, Neuron)}
         others = {name: m for m, name in self.names.items() if not isinstance(m, Neuron)}
         self._neurons: dict[Any, str] = {known[n]: n for n in _selected("neuron", neurons, known)}
+        self.record._neurons = {name: neuron for neuron, name in self._neurons.items()}
         self._layers = {others[n]: n for n in _selected("layer", layers, others)}
         self._event_layers: dict[Any, str] = {
             m: self._neurons[m.neuron]
@@ -287,9 +289,14 @@ class _RecordObserver(ModuleObserver):
         return y.clone()
 
 
-def are_spikes(y: Tensor) -> bool:
-    """Whether the outputs of a neuron are spikes, whole numbers, instead of potentials."""
-    return bool((y == y.round()).all())
+def are_spikes(y: Tensor, neuron: nn.Module | None = None) -> bool:
+    """Whether outputs are spikes, whole numbers of a neuron that may fire, instead of potentials.
+
+    Args:
+        neuron: which has returned them, if it is known.
+    """
+    is_readout = isinstance(neuron, Neuron) and never_fires(neuron)
+    return not is_readout and bool((y == y.round()).all())
 
 
 def firing_rate(*calls: Tensor) -> float:

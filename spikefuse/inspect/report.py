@@ -446,7 +446,7 @@ class _Counter(ModuleObserver):
 
     def _count_spikes(self, name: str, neuron: Any, y: Tensor) -> None:
         """Count the spikes of a layer; membrane potentials of readout neurons are not spikes."""
-        counts, spike = self.counts[name], are_spikes(y)
+        counts, spike = self.counts[name], are_spikes(y, neuron)
         counts.updates += y.numel() * len(getattr(neuron, "states", ()))
         counts.writes += float(y.count_nonzero()) if spike else y.numel()
         if not spike:

@@ -15,6 +15,7 @@ from spikefuse import neurons, reference
 from spikefuse._torch import constant_result
 from spikefuse.neurons.checks import check_tensor, is_dense, is_plain
 from spikefuse.neurons.definition import Neuron, States, ValuePerStep, first_states, with_outputs
+from spikefuse.neurons.parameters import shallow_copy
 from spikefuse.neurons.per_step import per_step_values, with_inputs
 from spikefuse.nn.call import Scan, active, mark_binary, wants_bits
 from spikefuse.nn.checkpoint import refuse_recomputation
@@ -22,7 +23,7 @@ from spikefuse.nn.symbolic import leaf
 from spikefuse.scan import op
 from spikefuse.scan.checks import call_untraced
 from spikefuse.scan.layout import flatten_steps
-from spikefuse.scan.program import check_compiles
+from spikefuse.scan.program import check_compiles, traced
 from spikefuse.scan.records import Arguments, Results, Wanted
 
 IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
@@ -149,6 +150,21 @@ def refusal_of(neuron: Neuron) -> str:
     except NotImplementedError as error:
         return str(error)
     return ""
+
+
+def never_fires(neuron: Neuron) -> bool:
+    """Whether a neuron is known to give no spikes, whatever its values: its step is continuous, as
+    that of a leaky integrator. False also for a neuron that kernels cannot run."""
+    cache = neuron.description().cache
+    if "never fires" not in cache:
+        definition = shallow_copy(neuron)
+        definition.__dict__.update(_description=None, state_bits=0)  # rounded states do not count
+        try:
+            cache["never fires"] = traced(definition).is_continuous
+        except NotImplementedError:
+            cache["never fires"] = False
+    result: bool = cache["never fires"]
+    return result
 
 
 def from_rest(neuron: Neuron, arguments: Arguments[Tensor]) -> Arguments[Tensor]:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.events.linear import InputActivity
-from spikefuse.neurons import LI, Neuron
+from spikefuse.neurons import Neuron
 from spikefuse.nn import Block, EventLinear, Events, Recurrent
+from spikefuse.nn.neuron import never_fires
 from spikefuse.train.processes import Processes
 
 
@@ -17,15 +18,17 @@ class RateMonitor:
     """Hold the spikes of neurons, recurrent layers and blocks in the last call of a network in
     training, in which a layer may be called several times.
 
-    Neurons inside an event layer, which are not called, do not count. Nor do leaky integrators,
-    which never fire.
+    Neurons inside an event layer, which are not called, do not count. Nor do those that never fire,
+    such as leaky integrators.
     """
 
     def __init__(self, net: nn.Module) -> None:
         self.last: dict[str, list[Tensor]] = {}
         self.num_layers = 0
         for name, module in net.named_modules():
-            if isinstance(module, Neuron | Block | Recurrent) and not isinstance(module, LI):
+            if not isinstance(module, Neuron | Block | Recurrent):
+                continue
+            if not never_fires(module if isinstance(module, Neuron) else module.neuron):
                 module.register_forward_hook(self._observe(name))
                 self.num_layers += 1
         net.register_forward_pre_hook(self._begin())

@@ -74,6 +74,7 @@ def plot_raster(module: TrainingModule, pixels: Tensor, target: Tensor, path: Pa
     figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
 
+    modules = dict(module.net.net.named_modules())
     names, task = module.config.data.classes, module.task
     if task.name == "classification":
         label, predicted = int(target), int(task.predict(output[:, None]).argmax())
@@ -83,7 +84,8 @@ def plot_raster(module: TrainingModule, pixels: Tensor, target: Tensor, path: Pa
     _plot_input(panels[0], x)
     for axes, (name, layer) in zip(panels[1:], spikes.items(), strict=False):
         shape = " × ".join(map(str, layer.shape[1:]))
-        kind = f"{100 * firing_rate(layer):.1f} % firing" if are_spikes(layer) else "potentials"
+        is_firing = are_spikes(layer, modules.get(name.split(", ")[0]))
+        kind = f"{100 * firing_rate(layer):.1f} % firing" if is_firing else "potentials"
         neurons = "neuron" if layer[0].numel() == 1 else "neurons"
         raster(layer, axes, f"{name}: {shape} {neurons}, {kind}")
         axes.title.set_fontsize(8)

@@ -56,6 +56,42 @@ def test_rates_are_those_of_spikes():
     assert record.rates == {"net.0": pytest.approx((spikes != 0).float().mean().item())}
 
 
+class Leaky(sf.Neuron):
+    """A leaky integrator of a user, whose steps are continuous."""
+
+    v = sf.State()
+
+    def step(self, x, v):
+        v = 0.5 * v + torch.relu(x)
+        return v, (v,)
+
+
+class Jumping(Leaky):
+    """One whose output may be spikes or not."""
+
+    def step(self, x, v):
+        return torch.where(x > 0, x, v), (v,)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(
+    ("neuron", "fires"),
+    [
+        *((make, True) for make in (sf.LIF, sf.TernaryLIF, sf.IntegerLIF, sf.RateIF, Jumping)),
+        *((make, False) for make in (sf.LI, sf.ShortTermPlasticity, Leaky)),
+    ],
+)
+def test_silent_readouts_have_no_rate(neuron, fires, quantized):
+    net = sf.Temporal(nn.Sequential(nn.Linear(6, 3, bias=False), neuron()))
+    x = torch.zeros(4, 2, 6)
+    if quantized:
+        net = sf.quantize(net, torch.rand(4, 2, 6))
+    with sf.record(net) as record:
+        assert not net(x).any()
+    expected = {"net.1": 0.0} if fires else {}
+    assert record.rates == sf.report(net, [x]).rates == expected
+
+
 class Shared(nn.Module):
     """Calls one neuron on inputs of two sizes."""
 

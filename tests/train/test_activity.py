@@ -201,6 +201,12 @@ class Shared(nn.Module):
         return self.neuron(self.second(self.neuron(self.first(x.flatten(1)))))
 
 
+def test_neurons_that_never_fire_have_no_rate() -> None:
+    integrators = sf.LI(), sf.ShortTermPlasticity(), sf.Recurrent(sf.LI(), 4)
+    assert RateMonitor(nn.Sequential(*integrators)).num_layers == 0
+    assert RateMonitor(nn.Sequential(*integrators, sf.LIF())).num_layers == 1
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_rate_penalty_counts_every_call_of_a_shared_neuron(fused: bool) -> None:
     class Own(TrainingModule):

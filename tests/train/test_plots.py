@@ -7,7 +7,9 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 import torch
+from torch import nn
 
+import spikefuse as sf
 from spikefuse.data import DATASETS, Dataset
 from spikefuse.train import plots
 from spikefuse.train.config import TrainConfig
@@ -60,6 +62,19 @@ def test_potentials_have_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(plots, "raster", lambda x, axes, title: shown.append(title))
     plot_raster(module, torch.zeros(1), torch.tensor(3), tmp_path / "raster.png")
     assert shown == ["0: 2 neurons, 50.0 % firing", "1: 1 neuron, potentials"]
+
+
+def test_a_silent_readout_has_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(TrainingModule):
+        def make_network(self) -> sf.Temporal:
+            return sf.Temporal(nn.Sequential(nn.Flatten(), nn.Linear(64, 10, bias=False), sf.LI()))
+
+    module, shown = Own(TrainConfig(num_steps=3)).eval(), []
+    monkeypatch.setattr(plots, "raster", lambda x, axes, title: shown.append(title))
+    plot_raster(
+        module, torch.zeros(1, 1, 8, 8, dtype=torch.uint8), torch.tensor(3), tmp_path / "raster.png"
+    )
+    assert shown == ["2: 10 neurons, potentials"]
 
 
 @pytest.mark.parametrize(("loss", "predicted"), [("mean", 1), ("last", 2)])
