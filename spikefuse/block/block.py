@@ -32,7 +32,7 @@ from spikefuse.nn.neuron import backend_of, call_neuron, check_inputs, checked_n
 from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.checks import check_backend, check_param, refuse_transforms
 from spikefuse.scan.layout import flatten_steps, unflatten_steps
-from spikefuse.scan.program import Kinds, kinds_of
+from spikefuse.scan.program import Kinds, kinds_of, skeleton
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.state_passing import StatePassing
 
@@ -188,9 +188,11 @@ def _prepare(
     kind: tuple[Any, ...],  # torch.compile takes no named tuples as constants
     backend: str,
     outputs: tuple[str, ...],
-    _: Kinds,
+    kinds: Kinds,
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """The program of a block in a graph of torch.compile, and the values that it reads."""
+    if kinds != kinds_of(neuron.values()):
+        neuron = skeleton(neuron, kinds)
     block = prepare_block(neuron, backend, Kind(*kind), outputs)
     reserve_counters(backend, device)
     return block.name, block.own, block.own_floats

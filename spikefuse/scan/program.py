@@ -411,7 +411,7 @@ def prepare(
 
 def _new(definition: Neuron, backend: str, signature: tuple[Any, ...], kinds: Kinds) -> Program:
     with compiling:
-        step, reverse, model = _without_modes(_trace, definition, dict(kinds))
+        step, reverse, model = _without_modes(_trace, definition, kinds)
         used = tuple(dict(kinds)[name] for name in step.params)
         made = Program(step, reverse, backend, used, model)
         return _by_signature.setdefault(signature, _by_name.setdefault(made.name, made))
@@ -424,7 +424,7 @@ def check_compiles(definition: Neuron) -> None:
         UnsupportedOperation: kernels do not support an operation.
     """
     with compiling:
-        _without_modes(_trace, definition, dict(kinds_of(definition.values())))
+        _without_modes(_trace, definition, kinds_of(definition.values()))
 
 
 def _without_modes(trace: Callable[..., T], *args: Any) -> T:
@@ -439,24 +439,35 @@ def traced(definition: Neuron) -> Step:
         return _without_modes(trace_step, definition)
 
 
-def _trace(definition: Neuron, kinds: dict[str, str]) -> tuple[Step, Reverse, Neuron]:
+def _trace(definition: Neuron, kinds: Kinds) -> tuple[Step, Reverse, Neuron]:
     step = trace_step(definition)
     # A float is not learned, so operations that only its gradient needs may lack a kernel.
-    learned = [name for name, kind in kinds.items() if kind != FLOAT]
+    learned = [name for name, kind in kinds if kind != FLOAT]
     reverse = reverse_step(definition, step, learned)
     step = step.without_unused(step.graph.used() | reverse.graph.used())
-    return step, reverse, skeleton(definition)
+    return step, reverse, skeleton(definition, kinds)
 
 
-def skeleton(definition: Neuron) -> Neuron:
-    """A copy of a definition that holds none of its tensors, but others of the same dims."""
-    values: dict[str, Any] = {
-        name: value if isinstance(value, float) else torch.zeros((2,) * value.ndim)
-        for name, value in definition.values().items()
-    }
+def skeleton(definition: Neuron, kinds: Kinds) -> Neuron:
+    """A copy of a definition that holds none of its tensors, but others of the same dims.
+
+    Args:
+        kinds: of its values, which those of `definition` may not have yet while torch.compile
+            traces an assignment.
+    """
+    known = definition.values()
+    values = {name: _placeholder(known.get(name), kind) for name, kind in kinds}
     copy = bind(definition, values)
     for module in copy.modules():
         # The description reads the tensors of the original; hooks may refer to anything.
         fresh = {key: value for key, value in vars(nn.Module()).items() if "hook" in key}
         module.__dict__.update(fresh, _description=None)
     return copy
+
+
+def _placeholder(value: float | Tensor | None, kind: str) -> float | Tensor:
+    """A value of this kind, like `value` if that is of the kind, too."""
+    if kind == FLOAT:
+        return value if isinstance(value, float) else 1.0
+    ndim = value.ndim if isinstance(value, Tensor) else 0
+    return torch.zeros((2,) * (max(ndim, 1) if kind == CHANNEL else 0))

@@ -723,3 +723,44 @@ def test_gradients_of_a_norm_after_the_call() -> None:
         found.append((gradient, z.grad))
     assert found[0][0].any()
     torch.testing.assert_close(*found)
+
+
+class Assigned(nn.Module):
+    """Assigns a parameter of its neuron in each call, of another kind than the neuron's own."""
+
+    def __init__(self, kind: str, block: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.neuron = kind, sf.LIF(threshold=torch.tensor(0.3) if kind == "float" else 1)
+        self.raw = nn.Parameter(torch.rand(5) if kind == "channel" else torch.tensor(0.1))
+        norm = nn.BatchNorm1d(5)
+        self.layer = sf.nn.Block(norm, self.neuron) if block else nn.Sequential(norm, self.neuron)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.neuron.threshold = 0.5 if self.kind == "float" else nn.functional.softplus(self.raw)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("kind", ["scalar", "channel", "float"])
+@pytest.mark.parametrize(
+    "compiled",
+    [sf.fuse, lambda net: torch.compile(net, backend="spikefuse")],
+    ids=["fuse", "compile"],
+)
+def test_a_parameter_that_the_network_assigns(compiled, kind: str, block: bool) -> None:
+    torch.compiler.reset()
+    results = []
+    for make in (lambda net: net, compiled):
+        net = make(sf.Temporal(Assigned(kind, block)))
+        torch.manual_seed(1)
+        x = torch.randn(6, 3, 5)
+        for _ in range(2):
+            y = net(x)
+        y.sum().backward()
+        gradients = [p.grad for p in net.parameters() if p.grad is not None]
+        results.append([y, *gradients])
+        assert len(gradients) == (2 if kind == "float" else 3)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    if compiled is sf.fuse and not block:
+        assert net.fusion.fused
