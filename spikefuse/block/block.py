@@ -31,8 +31,8 @@ from spikefuse.nn.call import active, mark_binary, wants_bits
 from spikefuse.nn.neuron import backend_of, call_neuron, check_inputs, checked_names, from_rest
 from spikefuse.nn.symbolic import leaf
 from spikefuse.scan.checks import check_backend, check_param, refuse_transforms
+from spikefuse.scan.kinds import Kinds, as_traced, kinds_of
 from spikefuse.scan.layout import flatten_steps, unflatten_steps
-from spikefuse.scan.program import Kinds, kinds_of, skeleton
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.state_passing import StatePassing
 
@@ -154,7 +154,7 @@ def scan(
         refuse_transforms(inputs)
         values = dict(neuron.values())
         about = inputs[0].device, tuple(kind), backend, wanted.outputs, kinds_of(values)
-        program, own, floats = neuron.evaluate(_prepare, *about)
+        program, own, floats = neuron.evaluate(_prepare, *about, *neuron.constant_values())
     for label in own:
         check_param(neuron, label, values[label], inputs[0])
         if values[label].ndim > 1:
@@ -189,10 +189,10 @@ def _prepare(
     backend: str,
     outputs: tuple[str, ...],
     kinds: Kinds,
+    *constants: Any,
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """The program of a block in a graph of torch.compile, and the values that it reads."""
-    if kinds != kinds_of(neuron.values()):
-        neuron = skeleton(neuron, kinds)
+    neuron = as_traced(neuron, kinds, constants)
     block = prepare_block(neuron, backend, Kind(*kind), outputs)
     reserve_counters(backend, device)
     return block.name, block.own, block.own_floats

@@ -22,7 +22,7 @@ from spikefuse.kernels.threads import import_module
 from spikefuse.neurons.checks import is_plain
 from spikefuse.scan import op
 from spikefuse.scan.execution import execution_of
-from spikefuse.scan.program import CHANNEL, SCALAR
+from spikefuse.scan.kinds import CHANNEL, SCALAR
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.state_passing import Collectives
 

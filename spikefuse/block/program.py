@@ -14,7 +14,8 @@ from torch import Tensor
 from spikefuse._torch import constant_result
 from spikefuse.block.definition import SCALES, Kind, NormedNeuron, value_names, with_batch_norm
 from spikefuse.neurons.definition import Neuron, with_outputs
-from spikefuse.scan.program import CHANNEL, FLOAT, SCALAR, Program, kinds_of, prepare, program
+from spikefuse.scan.kinds import CHANNEL, FLOAT, SCALAR, kinds_of
+from spikefuse.scan.program import Program, prepare, program
 
 T = TypeVar("T")
 _kind = attrgetter("ndim")

@@ -24,7 +24,8 @@ from spikefuse.neurons.description import bind
 from spikefuse.nn import pool
 from spikefuse.nn.call import active, current_policy, inside, mark_binary
 from spikefuse.scan import op
-from spikefuse.scan.program import CHANNEL, FLOAT, SCALAR, program
+from spikefuse.scan.kinds import CHANNEL, FLOAT, SCALAR
+from spikefuse.scan.program import program
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.state_passing import StatePassing
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from spikefuse.neurons.definition import Neuron
-from spikefuse.scan.program import kinds_of, prepare
+from spikefuse.scan.kinds import kinds_of
+from spikefuse.scan.program import prepare
 
 BACKENDS = ("numba", "triton")
 

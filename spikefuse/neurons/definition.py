@@ -199,10 +199,18 @@ class Neuron(Holder):
     def values(self) -> dict[str, float | Tensor]:
         """Return every run-time value by dotted name, in a way that torch.compile can trace. Eager
         calls take `description().values(self)`, which is faster."""
-        names, constants = self._names()
         # Reading the constants as arguments lets torch.compile guard on them.
-        self.evaluate(_ignore, *[read(self, name) for name in constants])
-        return {name: read(self, name) for name in names}
+        self.evaluate(_ignore, *self.constant_values())
+        return {name: read(self, name) for name in self._names()[0]}
+
+    def constant_values(self) -> list[Any]:
+        """Return the constants that `step` may read, in the order of `constant_names`, in a way
+        that torch.compile can trace."""
+        return [read(self, name) for name in self.constant_names()]
+
+    def constant_names(self) -> tuple[str, ...]:
+        """Return the names of the constants."""
+        return self._names()[1]
 
     def description(self) -> Description:
         """Return the cached description, or a new one after an assignment. Eager only.

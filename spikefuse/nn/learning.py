@@ -26,8 +26,9 @@ from spikefuse.nn.eligibility import Layers, Source, Trace, constant, differenti
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import from_rest, scan_neuron
 from spikefuse.nn.recurrent import Recurrent
+from spikefuse.scan.kinds import kinds_of
 from spikefuse.scan.layout import flatten_steps, unflatten_steps
-from spikefuse.scan.program import StateFlow, kinds_of, prepare
+from spikefuse.scan.program import StateFlow, prepare
 from spikefuse.scan.records import Arguments, Results, Wanted
 
 MaybeTensors = Sequence[Tensor | None]

@@ -19,8 +19,9 @@ from torch import Tensor
 from spikefuse.kernels.threads import import_module
 from spikefuse.kernels.triton_runtime import TritonLaunch
 from spikefuse.neurons.description import Cache
+from spikefuse.scan.kinds import CHANNEL, FLOAT, SCALAR
 from spikefuse.scan.layout import MAX_STRIDES, layout_of, outer_stride
-from spikefuse.scan.program import CHANNEL, FLOAT, SCALAR, Launch, Launcher, Variant, program
+from spikefuse.scan.program import Launch, Launcher, Variant, program
 from spikefuse.scan.records import Arguments, MaybeTensors, Results, Tensors, Wanted
 
 #: Shape, strides, dtype and device of an input.

@@ -22,17 +22,10 @@ from spikefuse.scan import microbatches
 from spikefuse.scan.checks import check_backend, check_param, refuse_export, refuse_transforms
 from spikefuse.scan.double_backward import no_double_backward, refuse_double_backward
 from spikefuse.scan.execution import Execution, execution_of
+from spikefuse.scan.kinds import Kinds, as_traced, kinds_of
 from spikefuse.scan.microbatches import Gradients
 from spikefuse.scan.per_neuron import flattened
-from spikefuse.scan.program import (
-    Kinds,
-    Variant,
-    follows_input,
-    kinds_of,
-    prepare,
-    requires_grad,
-    sizes_of,
-)
+from spikefuse.scan.program import Variant, follows_input, prepare, requires_grad, sizes_of
 from spikefuse.scan.records import Arguments, MaybeTensors, Results, Tensors, Wanted
 from spikefuse.scan.state_passing import StatePassing
 
@@ -290,7 +283,8 @@ def choose(definition: Neuron, x: Tensor, wanted: Wanted) -> tuple[str, list[flo
     check_backend(backend, x)
     if is_traced():
         cache, values = None, definition.values()
-        name, used = definition.evaluate(_prepare, backend, kinds_of(values), outputs)
+        about = backend, kinds_of(values), outputs
+        name, used = definition.evaluate(_prepare, *about, *definition.constant_values())
     else:
         description = definition.description()
         cache, values = description.cache, description.values(definition)
@@ -311,9 +305,9 @@ def choose(definition: Neuron, x: Tensor, wanted: Wanted) -> tuple[str, list[flo
 
 
 def _prepare(
-    definition: Neuron, backend: str, kinds: Kinds, outputs: tuple[str, ...]
+    definition: Neuron, backend: str, kinds: Kinds, outputs: tuple[str, ...], *constants: Any
 ) -> tuple[str, tuple[str, ...]]:
-    definition = with_outputs(definition, outputs)
+    definition = with_outputs(as_traced(definition, kinds, constants), outputs)
     made = prepare(definition, backend, definition.description().statics, kinds)
     return made.name, made.step.params
 

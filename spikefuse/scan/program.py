@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import compress
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spikefuse._torch import constant_result
 from spikefuse.compiler import (
@@ -28,16 +28,12 @@ from spikefuse.compiler.trace import Step, trace_step
 from spikefuse.compiler.variables import KERNELS, Variables
 from spikefuse.kernels.threads import compiling, on_thread
 from spikefuse.neurons.definition import Neuron
-from spikefuse.neurons.description import Cache, bind
+from spikefuse.neurons.description import Cache
 from spikefuse.scan import cache as files
+from spikefuse.scan.kinds import CHANNEL, FLOAT, SCALAR, Kinds, kinds_of, skeleton
 from spikefuse.scan.layout import Layout
 
 T = TypeVar("T")
-
-# A parameter is a Python float, a 0-d tensor, or a tensor of one value per channel.
-FLOAT, SCALAR, CHANNEL = "float", "scalar", "channel"
-#: (name, kind) of every run-time value of a definition.
-Kinds = tuple[tuple[str, str], ...]
 
 
 class Variant(NamedTuple):
@@ -375,17 +371,6 @@ def _drop_unused(current: Program) -> None:
             launches.clear()
 
 
-def kinds_of(values: Mapping[str, float | Tensor]) -> Kinds:
-    """The kinds of a definition's run-time values."""
-
-    def kind(value: float | Tensor) -> str:
-        if isinstance(value, float):
-            return FLOAT
-        return SCALAR if value.ndim == 0 else CHANNEL
-
-    return tuple([(name, kind(value)) for name, value in values.items()])
-
-
 def prepare(
     definition: Neuron,
     backend: str,
@@ -446,28 +431,3 @@ def _trace(definition: Neuron, kinds: Kinds) -> tuple[Step, Reverse, Neuron]:
     reverse = reverse_step(definition, step, learned)
     step = step.without_unused(step.graph.used() | reverse.graph.used())
     return step, reverse, skeleton(definition, kinds)
-
-
-def skeleton(definition: Neuron, kinds: Kinds) -> Neuron:
-    """A copy of a definition that holds none of its tensors, but others of the same dims.
-
-    Args:
-        kinds: of its values, which those of `definition` may not have yet while torch.compile
-            traces an assignment.
-    """
-    known = definition.values()
-    values = {name: _placeholder(known.get(name), kind) for name, kind in kinds}
-    copy = bind(definition, values)
-    for module in copy.modules():
-        # The description reads the tensors of the original; hooks may refer to anything.
-        fresh = {key: value for key, value in vars(nn.Module()).items() if "hook" in key}
-        module.__dict__.update(fresh, _description=None)
-    return copy
-
-
-def _placeholder(value: float | Tensor | None, kind: str) -> float | Tensor:
-    """A value of this kind, like `value` if that is of the kind, too."""
-    if kind == FLOAT:
-        return value if isinstance(value, float) else 1.0
-    ndim = value.ndim if isinstance(value, Tensor) else 0
-    return torch.zeros((2,) * (max(ndim, 1) if kind == CHANNEL else 0))

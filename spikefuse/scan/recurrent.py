@@ -23,9 +23,10 @@ from spikefuse._torch import keeps_graph
 from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, with_outputs
 from spikefuse.scan.checks import check_backend
 from spikefuse.scan.execution import execution_of, launcher_of
+from spikefuse.scan.kinds import FLOAT, kinds_of
 from spikefuse.scan.microbatches import Gradients
 from spikefuse.scan.op import Call, Needs, choose, execute, register
-from spikefuse.scan.program import FLOAT, Operands, kinds_of, prepare, program
+from spikefuse.scan.program import Operands, prepare, program
 from spikefuse.scan.records import Arguments, MaybeTensors, Results, Tensors, Wanted
 
 # Values of a sequence whose states backward recomputes at a time. Each state, and what is fed back,

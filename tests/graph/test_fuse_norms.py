@@ -764,3 +764,33 @@ def test_a_parameter_that_the_network_assigns(compiled, kind: str, block: bool) 
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
     if compiled is sf.fuse and not block:
         assert net.fusion.fused
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_a_constant_that_the_network_assigns(block: bool) -> None:
+    class Soft(Assigned):
+        def forward(self, x: Tensor) -> Tensor:
+            self.neuron.reset, self.neuron.detach_reset = "soft", True
+            return self.layer(x)
+
+    torch.compiler.reset()
+    x, results = 3 * torch.randn(6, 3, 5), []
+    for make in (lambda net: net, sf.fuse, lambda net: torch.compile(net, backend="spikefuse")):
+        net = make(sf.Temporal(Soft("scalar", block)))
+        y = net(x)
+        y.sum().backward()
+        results.append([y, *(p.grad for p in net.parameters() if p.grad is not None)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(results[2], results[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_constant_that_becomes_a_value() -> None:
+    class Cutoff(Assigned):
+        def forward(self, x: Tensor) -> Tensor:
+            self.neuron.surrogate.cutoff = -0.25
+            return self.layer(x)
+
+    torch.compiler.reset()
+    net = torch.compile(sf.Temporal(Cutoff("scalar", block=False)), backend="spikefuse")
+    with pytest.raises(Exception, match=r"assigns a float to 'surrogate.cutoff' of a LIF, a const"):
+        net(torch.randn(6, 3, 5))

@@ -19,8 +19,9 @@ from spikefuse.scan.execution import (
     execution_for,
     execution_of,
 )
+from spikefuse.scan.kinds import kinds_of
 from spikefuse.scan.op import choose
-from spikefuse.scan.program import kinds_of, prepare
+from spikefuse.scan.program import prepare
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.testing import DTYPES, make_input
 

@@ -15,8 +15,9 @@ from spikefuse import LIF, Neuron, UnsupportedOperation
 from spikefuse.kernels import numba_runtime
 from spikefuse.neurons.surrogate import Arctan, Custom, Sigmoid
 from spikefuse.scan import cache
+from spikefuse.scan.kinds import kinds_of
 from spikefuse.scan.op import choose
-from spikefuse.scan.program import kinds_of, prepare, program
+from spikefuse.scan.program import prepare, program
 from spikefuse.scan.records import Wanted
 
 
