@@ -147,7 +147,7 @@ def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float
     warmup, total = round(config.warmup * steps_per_epoch), config.epochs * steps_per_epoch
     factor = 1.0
     if config.schedule == "one-cycle":
-        factor = _one_cycle(step, max(warmup - 1, 0), total - 1)
+        factor = _one_cycle(step, config.warmup * steps_per_epoch - 1, total - 1)
     elif step < warmup:
         factor = (step + 1) / warmup
     elif config.schedule == "cosine":
@@ -159,11 +159,12 @@ def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float
     return torch.tensor(config.lr * factor, dtype=torch.float32).item()
 
 
-def _one_cycle(step: int, peak: int, last: int) -> float:
+def _one_cycle(step: int, peak: float, last: int) -> float:
+    """Return the factor of a step; the peak may lie between two steps, or before the first."""
     first = 1 / RISE_FACTOR
     if step < peak:
         return _cosine(first, 1.0, step / peak)
-    return _cosine(1.0, first / FALL_FACTOR, (step - peak) / max(1, last - peak))
+    return _cosine(1.0, first / FALL_FACTOR, (step - peak) / (last - peak))
 
 
 def _cosine(start: float, end: float, done: float) -> float:

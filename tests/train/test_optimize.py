@@ -53,20 +53,21 @@ def test_cosine_schedule_decays_to_zero() -> None:
     assert found[-1] == pytest.approx(0.25 * (1 + math.cos(math.pi * 29 / 30)))
 
 
-def test_one_cycle_is_that_of_torch() -> None:
-    steps, optimizer = 10, torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.5)
-    options = {"cycle_momentum": False, "total_steps": 4 * steps}
-    for warmup in (None, 2):
-        config = {} if warmup is None else {"warmup": warmup}
-        part = 0.3 if warmup is None else warmup / 4
-        theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, pct_start=part, **options)
-        expected = []
-        for _ in range(4 * steps):
-            expected.append(theirs.get_last_lr()[0])
-            optimizer.step()
-            if len(expected) < 4 * steps:
-                theirs.step()
-        assert rates(schedule="one-cycle", **config) == pytest.approx(expected)
+@pytest.mark.parametrize("warmup", [None, 0.0, 0.5, 2])
+@pytest.mark.parametrize(("epochs", "steps"), [(4, 10), (3, 7), (5, 13), (3, 1), (4, 97)])
+def test_one_cycle_is_that_of_torch(epochs: int, steps: int, warmup: float | None) -> None:
+    total, optimizer = epochs * steps, torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.5)
+    options = {"cycle_momentum": False, "total_steps": total}
+    part = 0.3 if warmup is None else warmup / epochs
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, pct_start=part, **options)
+    expected = [theirs.get_last_lr()[0]]
+    for _ in range(total - 1):
+        optimizer.step()
+        theirs.step()
+        expected.append(theirs.get_last_lr()[0])
+    config = TrainConfig(lr=0.5, epochs=epochs, schedule="one-cycle", warmup=warmup)
+    found = [learning_rate(config, step, steps) for step in range(total)]
+    assert found == pytest.approx(expected)
 
 
 def test_step_schedule() -> None:
