@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from spikefuse import neurons
@@ -36,7 +37,10 @@ SIGMOID_PARAMETERS = {"plif": ("decay",), "gatedlif": ("decay", "threshold")}
 OF_NEURONS = ("neuron", "decay", "threshold", "surrogate", "reset", "detach_reset")
 ENCODINGS = ("direct", "poisson")
 # Classes of torch.optim whose step a CUDA graph can hold.
-OPTIMIZERS = ("adam", "adamw", "radam", "adamax", "rmsprop", "sgd")
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    name.lower(): getattr(torch.optim, name)
+    for name in ("Adam", "AdamW", "RAdam", "Adamax", "RMSprop", "SGD")
+}
 SCHEDULES = ("constant", "cosine", "one-cycle", "step")
 # Part of a one-cycle run in which the learning rate rises.
 RISE = 0.3

@@ -93,7 +93,8 @@ class TrainConfig:
         step_epochs: epochs between steps, with --schedule step; by default a third of the run.
         warmup: epochs over which the learning rate rises at the start; by default 0; with one-cycle
             0.3 of the run.
-        weight_decay: weight decay of the weights of layers, not of norms, biases and neurons.
+        weight_decay: weight decay of the weights of layers, not of norms, biases and neurons; by
+            default the optimizer's own, 0.01 for adamw and 0 for the others.
         decay_all: apply weight decay to all parameters.
         ema: evaluate and save the exponential moving average of the weights, with this decay per
             step, such as 0.999; by default none.
@@ -167,7 +168,7 @@ class TrainConfig:
     schedule: str = option("constant", choices.SCHEDULES)
     step_epochs: int | None = option(None, AT_LEAST_ONE)
     warmup: float = option(None, NOT_NEGATIVE)
-    weight_decay: float = option(0.0, NOT_NEGATIVE)
+    weight_decay: float = option(None, NOT_NEGATIVE)
     decay_all: bool = option(False)
     ema: float | None = option(None, BELOW_ONE)
     loss: str = option(None, choices.LOSSES)
@@ -209,7 +210,7 @@ class TrainConfig:
             self._check_event_neuron()
 
     def _fill_in_defaults(self) -> None:
-        """Set the values whose default depends on the dataset or on the model."""
+        """Set the values whose default depends on other settings."""
         dataset = self.data
         recorded = dataset.kind == "series" or (self.on_events and dataset.kind == "events")
         no_shift = recorded or len(dataset.shape) == 1 or self.task != "classification"
@@ -221,6 +222,8 @@ class TrainConfig:
             "criterion": TASKS[self.task][0],
             "warmup": choices.RISE * self.epochs if self.schedule == "one-cycle" else 0.0,
         }
+        of_optimizer = inspect.signature(choices.OPTIMIZERS[self.optimizer]).parameters
+        defaults["weight_decay"] = float(of_optimizer["weight_decay"].default)
         if self.schedule == "step":
             defaults["step_epochs"] = -(-self.epochs // 3)
         if self.on_events:

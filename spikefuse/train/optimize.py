@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spikefuse.nn import Events, parameter_groups
+from spikefuse.train import choices
 from spikefuse.train.config import TrainConfig
 
 MOMENTUM = 0.9
@@ -95,8 +96,7 @@ def _chunks(
 def make_optimizer(config: TrainConfig, net: nn.Module, device: torch.device) -> Optimizer:
     """Create the optimizer: fused on a GPU if it can be, except in float16, whose gradients must be
     unscaled and perhaps clipped before the step."""
-    kinds = {name.lower(): kind for name, kind in vars(torch.optim).items()}
-    kind = kinds[config.optimizer]
+    kind: Callable[..., Optimizer] = choices.OPTIMIZERS[config.optimizer]
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if "fused" in inspect.signature(kind).parameters:
         options["fused"] = True if device.type == "cuda" and config.precision != "16" else None

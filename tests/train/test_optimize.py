@@ -205,6 +205,18 @@ def test_optimizers(net, batch, name: str) -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weight_decay_is_by_default_that_of_the_optimizer(name: str) -> None:
+    config = TrainConfig(optimizer=name)
+    optimizer = make_optimizer(config, nn.Linear(5, 3), torch.device("cpu"))
+    decay = OPTIMIZERS[name](nn.Linear(5, 3).parameters(), lr=0.1).defaults["weight_decay"]
+    assert optimizer.param_groups[0]["weight_decay"] == config.weight_decay == decay
+    assert decay == (0.01 if name == "adamw" else 0)
+    stored = TrainConfig.from_dict({**config.to_dict(), "weight_decay": 0.0})  # as before
+    optimizer = make_optimizer(stored, nn.Linear(5, 3), torch.device("cpu"))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
+
+
 def test_learning_rate_in_a_tensor_is_updated_in_place(net) -> None:
     optimizer = make_optimizer(TrainConfig(), net, torch.device("cpu"))
     rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
