@@ -291,23 +291,26 @@ def _beta(
             f"targets are {targets.dtype} {list(targets.shape)}: expected class probabilities "
             f"[{len(batch)}, N], such as one_hot(labels, N).float()"
         )
-    a, b = _gamma(alpha, (2, len(batch)), batch.device, generator)
-    return a / (a + b)
+    a, b = _log_gamma(alpha, (2, len(batch)), batch.device, generator)
+    return torch.sigmoid(a - b)  # exp(a) / (exp(a) + exp(b))
 
 
-def _gamma(
+def _log_gamma(
     alpha: float, shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None
 ) -> Tensor:
-    """Draw from Gamma(α, 1) as Marsaglia and Tsang do, "A simple method for generating gamma
-    variables": of 16 candidates, each is rejected with a probability below 0.05."""
+    """Draw logarithms of Gamma(α, 1), most of whose values are too small for float32 if α is small.
+
+    As Marsaglia and Tsang, "A simple method for generating gamma variables": of 16 candidates, each
+    is rejected with a probability below 0.05.
+    """
     d, options = alpha + 2 / 3, dict[str, Any](device=device, generator=generator)
     x, u = torch.randn(16, *shape, **options), torch.rand(16, *shape, **options)
     v = (1 + x / math.sqrt(9 * d)) ** 3
     is_accepted = (v > 0) & (u.log() < x.square() / 2 + d * (1 - v + v.clamp_min(1e-30).log()))
     accepted = v.gather(0, is_accepted.byte().argmax(0, keepdim=True))[0]
     # Of Gamma(α + 1), which is also defined for α < 1.
-    power = torch.rand(shape, **options) ** (1 / alpha)
-    return (d * accepted * power).clamp_min(torch.finfo(torch.float32).tiny)
+    log_power = torch.rand(shape, **options).clamp_min(2**-25).log() / alpha
+    return accepted.clamp_min(1e-30).log() + log_power
 
 
 def _mixed(targets: Tensor, weight: Tensor) -> Tensor:

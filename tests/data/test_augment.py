@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import scipy.stats
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -140,6 +141,18 @@ def test_dropped_events(shape: tuple[int, ...]) -> None:
     tenths = torch.tensor(kept) * 10
     assert torch.equal(tenths.round().unique(), torch.arange(1, 10.0))
     assert (tenths - tenths.round()).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("alpha", [1e-6, 0.01, 0.02, 0.2, 1.0, 30.0])
+def test_weights_of_mixup_have_the_distribution_of_beta(alpha: float) -> None:
+    num = 50_000
+    targets = torch.arange(2).repeat(num // 2).unsqueeze(1).float()
+    _, mixed = mixup(torch.zeros(num, 1), targets, alpha, seeded())
+    weight = torch.where(targets == 1, mixed, 1 - mixed).double().numpy()
+    for bound in (1e-5, 1e-3, 0.1, 0.3, 0.45, 0.499, 0.501, 0.55, 0.7, 0.9, 0.999):
+        expected = scipy.stats.beta.cdf(bound, alpha, alpha)
+        error = 4 * (expected * (1 - expected) / num) ** 0.5
+        assert (weight <= bound).mean() == pytest.approx(expected, abs=error + 1 / num)
 
 
 @pytest.mark.parametrize("alpha", [0.3, 1.0, 8.0])
