@@ -165,7 +165,7 @@ class Files:
     Args:
         paths: one per example.
         labels: int64 `[N]`.
-        others: files beside them that have other endings.
+        others: files beside them that are skipped: they have other endings, or no row in a table.
     """
 
     paths: tuple[Path, ...]

@@ -126,7 +126,7 @@ def image_folder(
             is not installed.
 
     Warns:
-        UserWarning: files in folders of classes have other endings.
+        UserWarning: files in folders of classes have other endings, or a table leaves out files.
     """
     size = whole_number("size", size)
     if size < 1:

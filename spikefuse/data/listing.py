@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from spikefuse.data.files import DataError, Files, class_files, damaged, read_bytes
+from spikefuse.data.files import DataError, Files, class_files, damaged, files_below, read_bytes
 from spikefuse.data.images import draw
 
 # Names of the folders of each part, in any case; a dataset without them is split.
@@ -29,7 +29,7 @@ def list_files(
     The folder holds a folder `train`, and `val`, `test` or both, each by a name of `PARTS`; without
     these, a fifth of each class, rounded, is drawn for the test. In each, files are in one folder
     per class, at any depth, or named by the table `labels.csv`, with the columns file and label. A
-    table of the whole folder may name files in `train` and other parts.
+    table of the whole folder may name files in `train` and other parts, and then in all of them.
 
     Args:
         folder: of the dataset.
@@ -42,11 +42,11 @@ def list_files(
 
     Raises:
         DataError: the folder is missing, has fewer than two classes or a class without files, has
-            `train` beside folders that are no parts, a table is damaged, or the parts differ in
-            classes.
+            `train` beside folders that are no parts, a table is damaged or names no file of a part,
+            or the parts differ in classes.
 
     Warns:
-        UserWarning: files in folders of classes have other endings.
+        UserWarning: files in folders of classes have other endings, or a table leaves out files.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder: expected one with a folder per class")
@@ -67,6 +67,8 @@ def list_files(
     elif not found[0]:
         raise DataError(f"{folder} has {places[0].name}, but no folder train: add it")
     classes, *parts = _list(places[0], endings, None)
+    if places == [folder]:
+        _check_all_named(folder, parts[0], [name for part in found for name in part])
     if len(classes) < 2:
         raise DataError(f"{places[0]} has one class, {classes[0]}: expected several")
     for place in places[1:]:
@@ -77,10 +79,14 @@ def list_files(
                 "folders"
             )
         parts.append(part)
-    if unread := [path for part in parts for path in part.others]:
-        what = f"skipped {len(unread):,} of the files in {folder}, such as {unread[0]}"
-        read = ", ".join(sorted(endings))
-        warnings.warn(f"{what}: only those that end in {read} are read", stacklevel=3)
+    skipped = [path for part in parts for path in part.others]
+    unnamed = [path for path in skipped if path.suffix.lower() in endings]
+    unread = [path for path in skipped if path.suffix.lower() not in endings]
+    read = f"only those that end in {', '.join(sorted(endings))} are read"
+    for paths, why in ((unread, read), (unnamed, "the table of labels does not name them")):
+        if paths:
+            what = f"skipped {len(paths):,} of the files in {folder}, such as {paths[0]}"
+            warnings.warn(f"{what}: {why}", stacklevel=3)
     if len(parts) == 1:
         parts = _by_part(folder, parts[0], classes)
     if len(parts) == 1:
@@ -101,7 +107,9 @@ def _list(
             classes = tuple(known or sorted({*labels.values()}))
             numbers = {label: number for number, label in enumerate(classes)}
             targets = np.array([numbers[label] for label in labels.values()])
-            return classes, Files(tuple(labels), targets)
+            below = files_below(folder / inner, endings)
+            unnamed = [path for path in below if path not in labels and path != folder / name]
+            return classes, Files(tuple(labels), targets, tuple(unnamed))
     classes = tuple(_subfolders(folder))
     if not classes:
         raise DataError(
@@ -109,6 +117,18 @@ def _list(
             "class, or list them in labels.csv, with the columns file and label"
         )
     return classes, class_files(folder, classes, endings, "add one, or remove the folder")
+
+
+def _check_all_named(folder: Path, files: Files, names: Sequence[str]) -> None:
+    """Raise DataError if a folder called as a part has files, none of which the table names."""
+    left_out = {path.relative_to(folder).parts[0] for path in files.others}
+    named = {path.relative_to(folder).parts[0] for path in files.paths}
+    for name in names:
+        if name in left_out - named:
+            raise DataError(
+                f"{folder / TABLES[0][0]} names no file in {name}: add the files of {name}, or "
+                f"move {name} elsewhere"
+            )
 
 
 def _by_part(folder: Path, files: Files, classes: Sequence[str]) -> list[Files]:

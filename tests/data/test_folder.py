@@ -408,6 +408,31 @@ def test_one_table_for_all_parts(tmp_path: Path) -> None:
     (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows, "beside.png,a"]))
     assert [len(part) for part in data.load(data.image_folder(tmp_path, size=4))] == [11, 2]
 
+    (tmp_path / "beside.png").unlink()
     (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows[1:], "Test/0.png,c"]))
     with pytest.raises(data.DataError, match=r"labels\.csv: c is a class of no file in train"):
         data.image_folder(tmp_path, size=4)
+
+
+@pytest.mark.parametrize("name", ["test", "Val"])
+def test_a_table_that_leaves_out_a_part(tmp_path: Path, name: str) -> None:
+    """Otherwise the test would be drawn from the files for training, although there is a part."""
+    write_photos(tmp_path, 5, ("train", name))
+    rows = [f"train/{kind}/{i}.png,{kind}" for kind in ("cat", "dog") for i in range(5)]
+    (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    what = rf"labels\.csv names no file in {name}: add the files of {name}, or move {name} elsewhe"
+    with pytest.raises(data.DataError, match=what):
+        data.image_folder(tmp_path)
+
+
+def test_files_that_a_table_leaves_out_are_said(tmp_path: Path) -> None:
+    write_photos(tmp_path, 5, ("train", "test"))
+    (tmp_path / "notes.txt").touch()
+    parts = [path.relative_to(tmp_path) for path in sorted(tmp_path.glob("*/*/*"))]
+    rows = [f"{path},{path.parent.name}" for path in parts[:-3]]
+    (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    what = r"skipped 3 of .*, such as .*train/fox/2\.png: the table of labels does not name them$"
+    with pytest.warns(UserWarning, match=what) as warned:
+        found = data.load(data.image_folder(tmp_path, size=8))
+    assert [len(part) for part in found] == [12, 15]
+    assert [warning.filename for warning in warned] == [__file__]
