@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import math
 import warnings
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -42,11 +44,12 @@ def list_files(
 
     Raises:
         DataError: the folder is missing, has fewer than two classes or a class without files, has
-            `train` beside folders that are no parts, a table is damaged or names no file of a part,
-            or the parts differ in classes.
+            `train` beside folders that are no parts, a table is damaged, has fractions as labels or
+            names no file of a part, or the parts differ in classes.
 
     Warns:
-        UserWarning: files in folders of classes have other endings, or a table leaves out files.
+        UserWarning: files in folders of classes have other endings, or a table leaves out files or
+            has a single file of most classes.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder: expected one with a folder per class")
@@ -104,6 +107,8 @@ def _list(
     for name, delimiter, inner in TABLES:
         if (folder / name).is_file():
             labels = _read_table(folder / name, delimiter, folder / inner, known)
+            if known is None:
+                _check_classes(folder / name, Counter(labels.values()))
             classes = tuple(known or sorted({*labels.values()}))
             numbers = {label: number for number, label in enumerate(classes)}
             targets = np.array([numbers[label] for label in labels.values()])
@@ -117,6 +122,32 @@ def _list(
             "class, or list them in labels.csv, with the columns file and label"
         )
     return classes, class_files(folder, classes, endings, "add one, or remove the folder")
+
+
+def _check_classes(table: Path, counts: Counter[str]) -> None:
+    """Refuse labels that are fractions, and warn if most of them belong to one file."""
+    values = "to train on values, write a dataset of your own for --task regression"
+    fractions = [label for label in counts if not _number(label).is_integer()]
+    if fractions and all(math.isfinite(_number(label)) for label in counts):
+        raise DataError(
+            f"the labels in {table} are numbers, such as {fractions[0]}, and each of the "
+            f"{len(counts)} would be a class: {values}; if they are names of classes, add a "
+            f"letter, such as x{fractions[0]}"
+        )
+    single = [label for label, count in counts.items() if count == 1]
+    if len(single) > len(counts) / 2 and len(single) > 2:
+        warnings.warn(
+            f"{len(single)} of the {len(counts)} labels in {table} have a single file, such as "
+            f"{single[0]!r}: a class needs several; {values}",
+            stacklevel=5,
+        )
+
+
+def _number(label: str) -> float:
+    try:
+        return float(label)
+    except ValueError:
+        return math.nan
 
 
 def _check_all_named(folder: Path, files: Files, names: Sequence[str]) -> None:

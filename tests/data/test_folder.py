@@ -436,3 +436,33 @@ def test_files_that_a_table_leaves_out_are_said(tmp_path: Path) -> None:
         found = data.load(data.image_folder(tmp_path, size=8))
     assert [len(part) for part in found] == [12, 15]
     assert [warning.filename for warning in warned] == [__file__]
+
+
+def write_table(folder: Path, labels: list[str]) -> None:
+    """Write a table of images with these labels."""
+    folder.mkdir()
+    for i in range(len(labels)):
+        Image.new("L", (4, 4)).save(folder / f"{i}.png")
+    rows = [f"{i}.png,{label}" for i, label in enumerate(labels)]
+    (folder / "labels.csv").write_text("\n".join(["file,label", *rows]))
+
+
+def test_labels_that_are_values(tmp_path: Path) -> None:
+    write_table(tmp_path / "fractions", [f"{0.5 * i:.1f}" for i in range(1, 31)])
+    what = r"labels\.csv are numbers, such as 0\.5, and each of the 30 would be a class: .* --task"
+    with pytest.raises(data.DataError, match=what):
+        data.image_folder(tmp_path / "fractions")
+    write_table(tmp_path / "mixed", ["0.5", "sharp", "1e400"] * 3)
+    assert data.image_folder(tmp_path / "mixed").classes == ("0.5", "1e400", "sharp")
+    write_table(tmp_path / "digits", [str(i % 10) for i in range(30)])
+    assert data.image_folder(tmp_path / "digits").classes == tuple("0123456789")
+    write_table(tmp_path / "whole", ["1.0", "2.0", "1.0", "2.0", "3"])
+    assert data.image_folder(tmp_path / "whole").classes == ("1.0", "2.0", "3")
+
+
+def test_labels_of_single_files_are_said(tmp_path: Path) -> None:
+    write_table(tmp_path / "ages", [str(i % 20) for i in range(25)])
+    what = r"15 of the 20 labels in .*labels\.csv have a single file, such as '5': a class needs"
+    with pytest.warns(UserWarning, match=what) as warned:
+        data.image_folder(tmp_path / "ages")
+    assert [warning.filename for warning in warned] == [__file__]
