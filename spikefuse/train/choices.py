@@ -21,10 +21,14 @@ NEURONS: dict[str, type] = {
 }
 # What networks without spikes have instead, which `spikefuse convert` turns into spiking ones.
 ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
-    "relu": lambda threshold: nn.ReLU(),
+    "relu": lambda threshold=1.0: nn.ReLU(),
     "qcfs": QCFS,
 }
 UNITS: dict[str, Callable[..., nn.Module]] = {**NEURONS, **ACTIVATIONS}
+# Of a neuron by default.
+THRESHOLDS: dict[str, float] = {
+    name: inspect.signature(unit).parameters["threshold"].default for name, unit in UNITS.items()
+}
 SURROGATES: dict[str, type] = {
     name.lower(): kind
     for name, kind in vars(surrogate).items()

@@ -55,7 +55,7 @@ class TrainConfig:
         neuron: neuron model, or relu or qcfs for spikefuse convert.
         decay: factor that multiplies the membrane potential at every step (plif: its initial
             value); by default the neuron's own.
-        threshold: firing threshold.
+        threshold: firing threshold; by default the neuron's own.
         surrogate: surrogate derivative of the spike; by default the neuron's own.
         reset: potential after a spike: hard sets it to 0, soft subtracts the threshold; by default
             the neuron's own.
@@ -144,7 +144,7 @@ class TrainConfig:
     task: str = option("classification", TASKS)
     neuron: str = option("lif", choices.UNITS)
     decay: float | None = option(None, between(0, 1))
-    threshold: float = option(1.0, POSITIVE)
+    threshold: float = option(None, POSITIVE)
     surrogate: str | None = option(None, choices.SURROGATES)
     reset: str | None = option(None, RESETS)
     detach_reset: bool | None = option(None)
@@ -215,6 +215,7 @@ class TrainConfig:
         recorded = dataset.kind == "series" or (self.on_events and dataset.kind == "events")
         no_shift = recorded or len(dataset.shape) == 1 or self.task != "classification"
         defaults: dict[str, Any] = {
+            "threshold": choices.THRESHOLDS[self.neuron],
             "num_steps": dataset.transform.get("num_steps", choices.DEFAULT_STEPS),
             **({"num_steps": 1} if self.neuron in choices.ACTIVATIONS else {}),
             "shift": 0 if no_shift else 1,

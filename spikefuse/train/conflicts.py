@@ -139,7 +139,7 @@ def _activation_conflicts(config: TrainConfig) -> Iterator[str]:
         yield f"{found}, but {why}: remove it, and give it to spikefuse convert"
     if config.on_events or config.is_recurrent:
         yield f"model is {config.model}, but {why}: choose a model without events and recurrence"
-    if config.neuron == "relu" and config.threshold != 1.0:
+    if config.neuron == "relu" and config.threshold != choices.THRESHOLDS["relu"]:
         yield f"threshold is {config.threshold:g}, but {why}: remove it"
 
 
@@ -166,7 +166,8 @@ def _neuron_conflicts(config: TrainConfig) -> Iterator[str]:
 def ignored_neuron(config: TrainConfig) -> Iterator[str]:
     """Yield what is wrong with options of the neuron if the model's builder does not call it."""
     for f in fields(config):
-        if f.name in choices.OF_NEURONS and getattr(config, f.name) != f.default:
+        default = choices.THRESHOLDS[config.neuron] if f.name == "threshold" else f.default
+        if f.name in choices.OF_NEURONS and getattr(config, f.name) != default:
             why = f"{config.model} does not call its argument neuron"
             yield f"{f.name} is given, but {why}: call it there, or remove the option"
 

@@ -9,7 +9,8 @@ import torch
 
 import spikefuse as sf
 from spikefuse.train import ConfigError, TrainConfig
-from spikefuse.train.choices import NEURONS, SURROGATES
+from spikefuse.train.choices import NEURONS, SURROGATES, UNITS
+from spikefuse.train.conflicts import ignored_neuron
 
 WRONG = [
     ({"dataset": "minst"}, "unknown dataset 'minst': did you mean mnist? choose one of digits, "),
@@ -71,7 +72,10 @@ WRONG = [
     ),
     ({"decay": 1.0, "neuron": "plif"}, "decay is 1.0: expected a number between 0 and 1 for plif"),
     ({"decay": 0.5, "neuron": "qif"}, "decay is given, but the neuron qif has none: remove it"),
-    ({"neuron": "gatedlif"}, "threshold is 1.0: expected a number between 0 and 1 for gatedlif"),
+    (
+        {"neuron": "gatedlif", "threshold": 1.0},
+        "threshold is 1.0: expected a number between 0 and 1 for gatedlif",
+    ),
     ({"neuron": "li"}, "unknown neuron 'li': did you mean lif? choose one of lif, if, plif, "),
     ({"threshold": -1}, "threshold is -1: expected a positive number"),
     ({"memory": "bit"}, "unknown memory 'bit': did you mean bits? choose one of save-all, recom"),
@@ -191,13 +195,25 @@ def test_neurons_get_their_parameters(name: str) -> None:
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("name", UNITS)
+def test_neurons_have_their_own_defaults(name: str) -> None:
+    config = TrainConfig(neuron=name)
+    made = config.make_neuron()
+    if name in NEURONS:
+        assert isinstance(made, sf.Neuron)
+        default = NEURONS[name]()
+        assert isinstance(default, sf.Neuron)
+        torch.testing.assert_close(made.values(), default.values())
+    assert not list(ignored_neuron(TrainConfig(neuron="lif", threshold=1.0)))
+    assert TrainConfig.from_dict(config.to_dict()) == config
+
+
 @pytest.mark.parametrize("name", SURROGATES)
 def test_binary_neurons_take_every_surrogate(name: str) -> None:
     for neuron in NEURONS:
         if neuron in ("integerlif", "stochasticlif"):  # which have derivatives of their own
             continue
-        threshold = 0.5 if neuron == "gatedlif" else 1.0
-        made = TrainConfig(neuron=neuron, surrogate=name, threshold=threshold).make_neuron()
+        made = TrainConfig(neuron=neuron, surrogate=name).make_neuron()
         assert type(made.surrogate) is SURROGATES[name]
 
 
