@@ -171,28 +171,41 @@ def read_image(path: Path, size: int, channels: int = 3, margin: float = MARGIN)
     """Read an image, scale its shorter side to `size * margin`, and crop the centre.
 
     Args:
-        path: a JPEG, PNG, BMP, WebP, PPM, GIF or TIFF file, with 8 or 16 bits per channel.
+        path: a JPEG, PNG, BMP, WebP, PPM, GIF or TIFF file, with 8 or 16 bits per channel; those of
+            PPM and PGM are relative to the largest value that the file states.
         size: rows and columns of the result.
         channels: 3 for RGB, 1 for grey.
         margin: shorter side before the crop, relative to the crop.
 
     Returns:
         uint8 `[channels, size, size]`.
+
+    Raises:
+        DataError: the file is missing, damaged, of another format or type, or its sides differ by
+            more than a factor of 100.
     """
     pillow = _pillow()
     try:
         check_regular(path)
         with pillow.open(path, formats=FORMATS) as image:
             if max(image.size) > MAX_ASPECT * min(image.size):  # would take gigabytes when scaled
-                raise ValueError(f"its size is {image.size}")
+                raise DataError(
+                    f"{path} has {image.width} columns and {image.height} rows: expected a longer "
+                    f"side of at most {MAX_ASPECT} times the shorter: crop it, or remove it"
+                )
             scale = size * margin / min(image.size)
             width, height = (max(size, round(side * scale)) for side in image.size)
             mode = "L" if channels == 1 else "RGB"
             image.draft(mode, (width, height))  # decodes large JPEGs at reduced size
-            if image.mode.startswith("I;16"):  # which Pillow would clip to 8 bits
+            # Of mode I, these formats have 16 bits, and Pillow scales those of PPM to all of them.
+            has_16_bits = image.mode == "I" and image.format in ("PPM", "PNG")
+            if image.mode.startswith("I;16") or has_16_bits:  # which Pillow would clip to 8 bits
                 image = pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             elif image.mode in ("I", "F"):
-                raise ValueError("its pixels have 32 bits, expected 8 or 16")
+                raise DataError(
+                    f"{path} has pixels of another type than bytes and 16 bits without sign, such "
+                    "as 32 bits: convert it to one of these, or remove it"
+                )
             image = image.convert(mode).resize((width, height), pillow.Resampling.BILINEAR)
     except DataError:
         raise

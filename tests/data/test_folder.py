@@ -168,9 +168,28 @@ def test_grey_images_become_colour(tmp_path: Path) -> None:
 def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path) -> None:
     Image.fromarray(np.full((9, 9), 99 * 256 + 5, np.uint16)).save(tmp_path / "a.png")
     assert (read_image(tmp_path / "a.png", 8) == 99).all()
-    Image.fromarray(np.full((9, 9), 0.5, np.float32)).save(tmp_path / "a.tiff")
-    with pytest.raises(data.DataError, match=r"a\.tiff is damaged .*32 bits, expected 8 or 16"):
-        read_image(tmp_path / "a.tiff", 8)
+    for dtype in (np.float32, np.int32, np.int16):
+        Image.fromarray(np.full((9, 9), 1, dtype)).save(tmp_path / "a.tiff")
+        with pytest.raises(data.DataError, match=r"a\.tiff has pixels of another type .* convert"):
+            read_image(tmp_path / "a.tiff", 8)
+
+
+@pytest.mark.parametrize("maximum", [15, 255, 256, 1023, 4095, 65535])
+@pytest.mark.parametrize("name", ["a.pgm", "a.ppm"])
+def test_grey_pgm_of_all_depths(tmp_path: Path, name: str, maximum: int) -> None:
+    values = np.linspace(0, maximum, 64).round().reshape(8, 8)
+    content = values.astype(np.uint8 if maximum < 256 else ">u2").tobytes()
+    (tmp_path / name).write_bytes(b"P5\n8 8\n%d\n" % maximum + content)
+    image = read_image(tmp_path / name, 8, channels=1, margin=1.0)
+    assert np.abs(image[0] - values * 255 / maximum).max() <= 1
+
+
+def test_very_long_images_are_refused(tmp_path: Path) -> None:
+    Image.new("L", (505, 5)).save(tmp_path / "a.png")
+    with pytest.raises(
+        data.DataError, match=r"a\.png has 505 columns and 5 rows: expected a longer"
+    ):
+        read_image(tmp_path / "a.png", 8)
 
 
 def test_grey_results_without_a_margin(tmp_path: Path) -> None:
