@@ -28,7 +28,9 @@ def columns(place: Any) -> Iterator[np.ndarray]:
         ValueError: it has no such columns.
     """
     kind = getattr(place, "dtype", None)
-    known = [*place] if kind is None else kind.names or ()
+    if kind is not None and not kind.names:
+        raise ValueError(f"an array {kind} {list(place.shape)} without fields: expected x, y, p, t")
+    known = [*place] if kind is None else kind.names
     for names in NAMES:
         name = next((name for name in names if name in known), None)
         if name is None:

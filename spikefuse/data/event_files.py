@@ -8,6 +8,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +53,7 @@ def read_events(path: Path, sensor: str | None = None, size: int | None = None) 
     if p.dtype.kind in "if":  # a decrease is -1 or 0
         p = np.where(p == -1, 0, p)
     if not len(t):
-        raise damaged(path, "it has no event")
+        raise _unsuitable(path, "it has no event")
     if sensor is not None and (x.max() >= width or y.max() >= height):
         raise DataError(
             f"{path} has an event at column {x.max():g} or row {y.max():g}, outside of the sensor "
@@ -107,6 +108,8 @@ def _scaled(recording: Recording, size: int) -> Recording:
 def _decode(path: Path, sensor: Sensor | None) -> tuple[Columns, Sensor | None]:
     """Return the events of a file, and the size of the sensor if it is known."""
     check_regular(path)
+    if path.stat().st_size == 0:
+        raise _unsuitable(path, "it is empty")
     check_memory(path)
     ending = path.suffix.lower()
     if ending in (".aedat", ".aedat4"):
@@ -152,24 +155,32 @@ def read_saccades(path: Path) -> Columns:
     return x[is_event], y[is_event], high[is_event] >> 7, t[is_event]
 
 
-def _checked(path: Path, found: Iterable[np.ndarray]) -> Columns:
-    """Return x, y, p and t, which must have one length."""
+def _checked(path: Path, place: Any) -> Columns:
+    """Return x, y, p and t of arrays, which must have one length."""
+    try:
+        x, y, p, t = columns(place)
+    except ValueError as error:
+        raise _unsuitable(path, str(error)) from error
+    return _of_one_length(path, (x, y, p, t))
+
+
+def _of_one_length(path: Path, found: Iterable[np.ndarray]) -> Columns:
     x, y, p, t = found
     if not len(x) == len(y) == len(p) == len(t):
         lengths = ", ".join(str(len(column)) for column in (x, y, p, t))
-        raise damaged(path, f"x, y, p and t have {lengths} values: expected one length")
+        raise _unsuitable(path, f"x, y, p and t have {lengths} values: expected one length")
     return x, y, p, t
 
 
 def _read_numpy(path: Path) -> Columns:
     try:
         if path.suffix.lower() == ".npy":
-            return _checked(path, columns(np.load(path, mmap_mode="r", allow_pickle=False)))
+            return _checked(path, np.load(path, mmap_mode="r", allow_pickle=False))
         with zipfile.ZipFile(path) as archive:
             if sum(entry.file_size for entry in archive.infolist()) > max_content(path):
                 raise ValueError("its content is too large")
         with np.load(path, allow_pickle=False) as arrays:
-            return _checked(path, columns(arrays.get("events", arrays)))
+            return _checked(path, arrays.get("events", arrays))
     except DataError:
         raise
     except Exception as error:  # a damaged header may raise anything
@@ -177,7 +188,7 @@ def _read_numpy(path: Path) -> Columns:
 
 
 def _read_hdf5(path: Path) -> Columns:
-    return _checked(path, read_isolated(path, "event_columns.py", "h5py"))
+    return _of_one_length(path, read_isolated(path, "event_columns.py", "h5py", _unsuitable))
 
 
 def _unsuitable(path: Path, what: str) -> DataError:
@@ -192,10 +203,12 @@ def _read_csv(path: Path) -> Columns:
             names = [n.strip().lower().partition("@")[0] for n in header.split(",")]
             with warnings.catch_warnings(action="ignore"):  # of no data, reported below
                 table = np.loadtxt(file, delimiter=",", ndmin=2)
+        if not len(table):  # has one column then
+            table = table.reshape(0, len(names))
         if table.shape[1] != len(names):
             found = f"{table.shape[1]} columns, of which the first line names {len(names)}"
             raise ValueError(found)
-        return _checked(path, columns(dict(zip(names, table.T, strict=True))))
+        return _of_one_length(path, columns(dict(zip(names, table.T, strict=True))))
     except DataError:
         raise
     except ValueError as error:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import uuid
 import zlib
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -333,8 +333,17 @@ def not_installed(reader: str, package: str, extra: str) -> DataError:
     )
 
 
-def read_isolated(path: Path, program: str, library: str) -> Generator[np.ndarray]:
-    """Yield the arrays that a program beside this file reads from a file; see `isolated.arrays`."""
+def read_isolated(
+    path: Path,
+    program: str,
+    library: str,
+    error_of: Callable[[Path, str], DataError] = damaged,
+) -> Generator[np.ndarray]:
+    """Yield the arrays that a program beside this file reads from a file; see `isolated.arrays`.
+
+    Args:
+        error_of: makes the error for content that the program refuses.
+    """
     if importlib.util.find_spec(library) is None:
         raise not_installed(path.name, library, "events")
     check_regular(path)
@@ -343,4 +352,4 @@ def read_isolated(path: Path, program: str, library: str) -> Generator[np.ndarra
     except OSError as error:  # such as of starting the process
         raise DataError(f"cannot read {path}: {error}") from error
     except ValueError as error:
-        raise damaged(path, str(error)) from error
+        raise error_of(path, str(error)) from error

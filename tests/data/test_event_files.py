@@ -103,10 +103,9 @@ def test_scaling_and_the_crop_at_the_centre(tmp_path: Path) -> None:
     [
         ("a.npy", b"\x93NUMPY", "not arrays of events"),
         ("a.npz", b"PK", "not arrays of events"),
-        ("a.h5", b"", "not an HDF5 file"),
         ("a.bin", bytes(4), "4 bytes are not a multiple of 5"),
         ("a.aedat4", b"#!AER-DAT4.0\r\n", "RuntimeError: failed to fill"),
-        ("a.es", b"", "RuntimeError: failed to fill"),
+        ("a.es", b"E", "RuntimeError: failed to fill"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, name: str, content: bytes, what: str) -> None:
@@ -139,6 +138,43 @@ def test_what_is_wrong_with_a_table_is_named(tmp_path: Path, content: str, what:
     (tmp_path / "a.csv").write_text(content)
     with pytest.raises(data.DataError, match=rf"a\.csv cannot be read \({what}\): correct it, or"):
         read_events(tmp_path / "a.csv", "40x30")
+
+
+NO_EVENTS = tuple(np.zeros(0, int) for _ in range(4))
+
+
+@pytest.mark.parametrize("ending", [*TELLING, *OTHERS])
+def test_recordings_without_events_are_not_damaged(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"a{ending}"
+    path.write_bytes(b"")
+    with pytest.raises(data.DataError, match=r"cannot be read \(it is empty\): .* or remove it$"):
+        read_events(path, "40x30")
+    if ending in (".npz", ".npy", ".csv", ".h5", ".hdf5", ".aedat"):
+        write(path, NO_EVENTS)
+        with pytest.raises(data.DataError, match=r"read \(it has no event\): .* or remove it$"):
+            read_events(path, "40x30")
+
+
+@pytest.mark.parametrize("ending", [".npy", ".npz", ".h5"])
+def test_arrays_without_columns_are_not_damaged(tmp_path: Path, ending: str) -> None:
+    path, array = tmp_path / f"a{ending}", np.zeros((5, 4), np.float32)
+    match ending:
+        case ".npy":
+            np.save(path, array)
+        case ".npz":
+            np.savez(path, events=array)
+        case _:
+            with h5py.File(path, "w") as file:
+                file["events"] = array
+    what = (
+        r"read \(.*an array float32 \[5, 4\] without fields: expected x, y, p, t\): .* remove it$"
+    )
+    with pytest.raises(data.DataError, match=what):
+        read_events(path, "40x30")
+    if ending == ".h5":
+        path.write_bytes(b"no such file")
+        with pytest.raises(data.DataError, match=r"cannot be read \(.*not an HDF5 file"):
+            read_events(path, "40x30")
 
 
 def test_times_in_seconds_are_named(tmp_path: Path) -> None:
@@ -201,6 +237,6 @@ def test_the_sensor_must_be_known_and_fit(tmp_path: Path) -> None:
 
 def test_without_faery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faery", None)
-    (tmp_path / "a.es").touch()
+    (tmp_path / "a.es").write_bytes(b"E")
     with pytest.raises(data.DataError, match=r'faery, .*pip install "spikefuse\[events\]"'):
         read_events(tmp_path / "a.es")

@@ -66,7 +66,6 @@ def test_headers(tmp_path: Path) -> None:
         (HEADER + bytes(9), "9 bytes are not a multiple of 8, one word"),
         (b"% evt 2.1\n% end", "it ends inside its header"),
         (HEADER + (5 << 60 | 5 << 28).to_bytes(8, "little"), "it has words of unknown types"),
-        (HEADER, "it has no event"),
         (
             HEADER + np.array([time(0), events(1, 0, 1260, 0, 1 << 25)], "<u8").tobytes(),
             "an event has x = 1285",
@@ -76,6 +75,12 @@ def test_headers(tmp_path: Path) -> None:
 def test_damage_is_named(tmp_path: Path, content: bytes, what: str) -> None:
     (tmp_path / "a.raw").write_bytes(content)
     with pytest.raises(data.DataError, match=rf"a\.raw is damaged \({what}"):
+        read_events(tmp_path / "a.raw")
+
+
+def test_a_recording_without_events_is_not_damaged(tmp_path: Path) -> None:
+    (tmp_path / "a.raw").write_bytes(HEADER)
+    with pytest.raises(data.DataError, match=r"a\.raw cannot be read \(it has no event\)"):
         read_events(tmp_path / "a.raw")
 
 
