@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import math
 import warnings
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from spikefuse.data.files import DataError, Files, class_files, damaged, files_below, read_bytes
+from spikefuse.data.files import DataError, Files, class_files, files_below, read_bytes
 from spikefuse.data.images import draw
 
 # Names of the folders of each part, in any case; a dataset without them is split.
@@ -189,14 +190,21 @@ def _subfolders(folder: Path) -> list[str]:
 def _read_table(
     path: Path, delimiter: str, folder: Path, known: Sequence[str] | None
 ) -> dict[Path, str]:
-    """Return the class of each file, in columns that the first row may name; else the first two."""
-    text = read_bytes(path, TABLE_BYTES).decode("utf-8-sig", "replace")
+    """Return the class of each file, in columns that the first row may name; else the first two.
+
+    Rows without content are skipped. The text is in UTF-8, or as its first bytes say in UTF-16.
+    """
+    content = read_bytes(path, TABLE_BYTES)
+    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    text = content.decode("utf-16" if is_utf16 else "utf-8-sig", "replace")
     labels: dict[Path, str] = {}
     columns = 0, 1
     try:
-        for number, row in enumerate(csv.reader(text.splitlines(), delimiter=delimiter), 1):
-            cells, at = [cell.strip() for cell in row], f"{path}, line {number}"
-            header = [cell.lower() for cell in cells] if number == 1 else []
+        rows = enumerate(csv.reader(text.splitlines(), delimiter=delimiter), 1)
+        stripped = ((number, [cell.strip() for cell in row]) for number, row in rows)
+        filled = ((number, cells) for number, cells in stripped if any(cells))
+        for i, (number, cells) in enumerate(filled):
+            at, header = f"{path}, line {number}", [cell.lower() for cell in cells if i == 0]
             if "file" in header and not (folder / cells[0]).is_file():
                 if "label" not in header:
                     raise DataError(f"{at}: expected a column label among {', '.join(cells)}")
@@ -205,7 +213,7 @@ def _read_table(
             name, label = (cells[i] if i < len(cells) else "" for i in columns)
             file = folder / name
             if ".." in file.parts or not file.is_relative_to(folder) or not file.is_file():
-                hint = ", or name the columns file and label" if number == 1 else ""
+                hint = ", or name the columns file and label" if i == 0 else ""
                 raise DataError(f"{at}: {name!r} is not a file in {folder}: correct it{hint}")
             if not label or label not in (known or [label]):
                 such = f" of training, such as {known[0]}" if known else ""
@@ -216,7 +224,7 @@ def _read_table(
                 )
             labels[file] = label
     except csv.Error as error:
-        raise damaged(path, f"not a table: {error}") from error
+        raise DataError(f"{path} is not a table of text ({error}): correct it") from error
     if not labels:
         raise DataError(f"{path} lists no file: add rows of a file and its class")
     return labels

@@ -334,6 +334,25 @@ def test_columns_of_a_table(tmp_path: Path, header: list[str], row: str) -> None
     assert data.image_folder(tmp_path, size=8).classes == ("cat", "dog", "fox")
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_blank_lines_and_encodings_of_a_table(tmp_path: Path, encoding: str) -> None:
+    write_photos(tmp_path, 5)
+    rows = [f"{path.relative_to(tmp_path)},für {path.parent.name}" for path in tmp_path.glob("*/*")]
+    lines = ["", "file,label", *rows[:4], "", ",", "  ", *rows[4:], "", ""]
+    (tmp_path / "labels.csv").write_text("\n".join(lines), encoding)
+    assert data.image_folder(tmp_path).classes == ("für cat", "für dog", "für fox")
+    (tmp_path / "labels.csv").write_text("\n\ncat/0.png,cat\ncat/9.png,cat\n", encoding)
+    with pytest.raises(data.DataError, match=r"line 4: 'cat/9\.png' is not a file"):
+        data.image_folder(tmp_path)
+
+
+def test_a_table_that_is_not_text(tmp_path: Path) -> None:
+    write_photos(tmp_path, 1)
+    (tmp_path / "labels.csv").write_bytes(b"file,label\ncat/0.png," + b"a" * 200_000)
+    with pytest.raises(data.DataError, match=r"labels\.csv is not a table of text .*: correct it$"):
+        data.image_folder(tmp_path)
+
+
 def test_a_table_beside_parts(tmp_path: Path) -> None:
     for part in ("train", "test"):
         write_photos(tmp_path / part, 5)
