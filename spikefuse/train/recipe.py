@@ -14,6 +14,8 @@ from spikefuse.train.fields import ConfigError, kinds, unknown
 
 # Options of a place or of processes; only the command line accepts them.
 PLACE = ("config", "resume", *(f.name for f in fields(RunOptions)))
+# Settings that are no options: the files of a dataset determine them. `result.json` has them, too.
+NO_OPTIONS = [f.name for f in fields(TrainConfig) if not f.metadata]
 
 
 #: The recipes of this package, by name.
@@ -22,6 +24,8 @@ RECIPES = {path.stem: path for path in sorted((Path(__file__).parent / "recipes"
 
 def read(path: Path) -> dict[str, Any]:
     """Read a recipe; the keys of the result are names of `TrainConfig` fields.
+
+    The entry config of a `result.json` is one, too.
 
     Args:
         path: a file, or the name of one of `RECIPES`.
@@ -57,6 +61,8 @@ def _settings(text: str) -> dict[str, Any]:
         raise ConfigError("expected lines like 'lr: 0.1', an option and its value")
     settings: dict[str, Any] = {}
     for key, value in document.value:
+        if key.value in NO_OPTIONS:
+            continue
         line = f"line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode) or not isinstance(value, yaml.ScalarNode):
             raise ConfigError(f"{line}: expected one value, as in 'lr: 0.1'")

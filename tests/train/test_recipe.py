@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,17 @@ def test_command_line_overrides_the_recipe(
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     config = TrainConfig.from_dict(result["config"])
     assert (config.model, config.epochs, config.lr) == ("mlp", 1, 0.01)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainConfig(lr=1e-7),
+        TrainConfig(dataset="folder", size=8, classes=("a", "b"), shape=(3, 8, 8)),
+        TrainConfig(dataset="shd", model="mlp", schedule="one-cycle", optimizer="adamw"),
+        TrainConfig(model="event-mlp", encoding="poisson"),
+    ],
+)
+def test_settings_of_a_result_are_a_recipe(tmp_path: Path, config: TrainConfig) -> None:
+    path = written(tmp_path, json.dumps(config.to_dict(), indent=1))
+    assert TrainConfig(**read(path)) == replace(config, classes=None, shape=None)
