@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+import reprlib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from spikefuse.train.fields import ConfigError, kinds, unknown
 PLACE = ("config", "resume", *(f.name for f in fields(RunOptions)))
 # Settings that are no options: the files of a dataset determine them. `result.json` has them, too.
 NO_OPTIONS = [f.name for f in fields(TrainConfig) if not f.metadata]
-
+# Numbers of one meaning: YAML reads 010 as 8, 1_0 as 10 and 1:30 as 90.
+DECIMAL = re.compile(r"[-+]?(0|[1-9]\d*|(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+)", re.ASCII)
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 #: The recipes of this package, by name.
 RECIPES = {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
@@ -69,6 +73,11 @@ def _settings(text: str) -> dict[str, Any]:
         name = key.value.replace("-", "_")
         if name in settings:
             raise ConfigError(f"{name} is given twice, again in {line}: remove one")
+        if value.tag in NUMBERS and not DECIMAL.fullmatch(value.value):
+            raise ConfigError(
+                f"{line}: {name} is {reprlib.repr(value.value)}: expected a decimal number, such "
+                "as 10 or 1e-3"
+            )
         settings[name] = _convert(name, loader.construct_object(value))
     return settings
 
@@ -85,9 +94,6 @@ def _convert(name: str, value: Any) -> Any:
     kind = kinds(TrainConfig)[name]
     if kind is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if kind is float and isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value  # TrainConfig reports it
-    return value
+    if kind is float and isinstance(value, str) and DECIMAL.fullmatch(value):
+        return float(value)
+    return value  # TrainConfig reports a wrong type

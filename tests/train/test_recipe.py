@@ -43,6 +43,13 @@ def test_values_convert_as_on_the_command_line(tmp_path: Path) -> None:
     assert settings == {"lr": 1e-3, "precision": "32", "batch_size": 64, "clip": 1, "flip": True}
 
 
+def test_decimal_numbers(tmp_path: Path) -> None:
+    text = "lr: 1E-3\nclip: 05.\nema: .5\nseed: +10\nepochs: 10\nwarmup: 2.5e+0\nmixup: 0\n"
+    settings = read(written(tmp_path, text))
+    numbers = {"lr": 1e-3, "clip": 5.0, "ema": 0.5, "seed": 10, "epochs": 10, "warmup": 2.5}
+    assert settings == {**numbers, "mixup": 0}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -83,6 +90,16 @@ def test_values_convert_as_on_the_command_line(tmp_path: Path) -> None:
         ("lr: " + "9" * 400, "config {path}: lr is a number of 1329 bits: expected a number"),
         ("epochs: " + "9" * 20, "config {path}: epochs is " + "9" * 20 + ": expected a whole num"),
         ("model: 2020-13-45", "config {path}: not YAML: expected lines like 'lr: 0.1'"),
+        *(
+            (
+                f"lr: 1\n{entry}",
+                f"config {{path}}: line 2: {name} is '{value}': expected a decimal n",
+            )
+            for entry in ("seed: 010", "epochs: 1_0", "clip: 1:30", "num-steps: 0x10", "ema: .9_9")
+            for name, value in [entry.replace("-", "_").split(": ")]
+        ),
+        ("lr: 1_0e-3", "config {path}: lr is '1_0e-3': expected a number"),
+        ("lr: .inf", "config {path}: line 1: lr is '.inf': expected a decimal number"),
         ("model:", "config {path}: unknown model None: choose one of mlp"),
         ("lr: 1\nlr: [", "config {path}, line 2: not YAML: expected lines like 'lr: 0.1'"),
     ],
