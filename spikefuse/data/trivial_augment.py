@@ -34,7 +34,9 @@ def trivial_augment(batch: Tensor, generator: torch.Generator | None = None) -> 
     The operations are those of the space "Wide": none, shear, translation and rotation, where
     pixels from outside are black; brightness, colour, contrast and sharpness; posterization,
     solarization, stretched contrast and equalized histograms. They compute what Pillow does, up to
-    rounding. Unlike RandAugment, there is nothing to tune.
+    rounding of values. A rotation takes the nearest pixel: at angles such as 135 degrees, up to 3 %
+    of the places are as far from two pixels, of which Pillow may take the other one. Unlike
+    RandAugment, there is nothing to tune.
 
     Example::
 
@@ -90,8 +92,10 @@ def apply(batch: Tensor, operation: Tensor, strength: Tensor, sign: Tensor) -> T
     if batch.shape[1] == 3:
         red, green, blue = pixels.split(1, 1)
         grey = (GREY[0] * red + GREY[1] * green + GREY[2] * blue).round()
-    around = F.avg_pool2d(F.pad(pixels, (1, 1, 1, 1), mode="replicate"), 3, 1)
-    smooth = ((around * 9 + pixels * 4) / 13).round()
+    smooth = ((F.avg_pool2d(pixels, 3, 1, 1) * 9 + pixels * 4) / 13).round()
+    inner = torch.zeros(batch.shape[2:], dtype=torch.bool, device=batch.device)
+    inner[1:-1, 1:-1] = True
+    smooth = torch.where(inner, smooth, pixels)  # the border stays, as in Pillow
     second = torch.where(chosen("color"), grey, 0)
     second = torch.where(chosen("contrast"), grey.mean((1, 2, 3), keepdim=True).round(), second)
     second = torch.where(chosen("sharpness"), smooth, second)
