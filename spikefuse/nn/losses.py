@@ -3,7 +3,10 @@
 Outputs are `[T, B, N]`: T steps, B samples and N neurons, one per class unless stated otherwise;
 targets are class indices `[B]`, integers, or class probabilities `[B, N]`, such as those that
 `data.mixup` and `data.cutmix` return. With probabilities p, the desired value of a neuron is
-`p correct + (1 - p) incorrect`. Samples of class -100 are left out, as by PyTorch's cross-entropy.
+`p correct + (1 - p) incorrect`. Samples of class -100 are left out, as by PyTorch's cross-entropy;
+if all are, the loss is NaN, as there: skip such a batch. Other classes outside of 0 to N - 1 are
+errors, which a CPU reports as ValueError.
+
 Each loss is a scalar, a mean over the batch, and computed in float32, or in float64 for outputs in
 float64. For class weights or other reductions, call `torch.nn.functional.cross_entropy` on the same
 arguments.
@@ -20,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spikefuse.neurons.checks import check_tensor, integer
+from spikefuse.neurons.checks import check_tensor, integer, is_plain
 from spikefuse.nn import readouts
 from spikefuse.nn.readouts import Lengths
 
@@ -40,7 +43,7 @@ def ce_count(spikes: Tensor, target: Tensor, lengths: Lengths = None) -> Tensor:
         lengths: steps of each sample, `[B]`, integers; None for T.
 
     Raises:
-        TypeError, ValueError: wrong dtypes or shapes.
+        TypeError, ValueError: wrong dtypes, shapes or classes.
     """
     spikes, target = _checked(spikes, target)
     return F.cross_entropy(readouts.sum(spikes, lengths), target)
@@ -67,7 +70,7 @@ def ce_rate(
         lengths: steps of each sample, `[B]`, integers; None for T.
 
     Raises:
-        TypeError, ValueError: wrong dtypes or shapes, or `weight` is out of range.
+        TypeError, ValueError: wrong dtypes, shapes or classes, or `weight` is out of range.
     """
     if not 0 <= weight <= 1:
         raise ValueError(f"weight is {weight!r}: expected a number in [0, 1]")
@@ -92,7 +95,7 @@ def ce_max_membrane(v: Tensor, target: Tensor, lengths: Lengths = None) -> Tenso
         lengths: steps of each sample, `[B]`, integers; None for T.
 
     Raises:
-        TypeError, ValueError: wrong dtypes or shapes.
+        TypeError, ValueError: wrong dtypes, shapes or classes.
     """
     v, target = _checked(v, target)
     return F.cross_entropy(readouts.max(v, lengths), target)
@@ -120,7 +123,7 @@ def mse_count(
         lengths: steps of each sample, `[B]`, integers; None for T.
 
     Raises:
-        TypeError, ValueError: wrong dtypes or shapes.
+        TypeError, ValueError: wrong dtypes, shapes or classes.
     """
     spikes, target = _checked(spikes, target)
     steps = readouts.steps_of(spikes, lengths)
@@ -146,7 +149,7 @@ def mse_membrane(
         lengths: steps of each sample, `[B]`, integers; None for T.
 
     Raises:
-        TypeError, ValueError: wrong dtypes or shapes.
+        TypeError, ValueError: wrong dtypes, shapes or classes.
     """
     v, target = _checked(v, target)
     errors = readouts.filled(v, lengths, 0) - _per_class(v, target, correct, incorrect)
@@ -168,7 +171,7 @@ def ce_temporal(spikes: Tensor, target: Tensor, lengths: Lengths = None) -> Tens
         lengths: steps of each sample, `[B]`, integers; None for T.
 
     Raises:
-        TypeError, ValueError: wrong dtypes or shapes.
+        TypeError, ValueError: wrong dtypes, shapes or classes.
     """
     spikes, target = _checked(spikes, target)
     return F.cross_entropy(-first_spike_time(spikes, lengths), target)
@@ -195,7 +198,7 @@ def mse_temporal(
         lengths: steps of each sample, `[B]`, integers; None for T.
 
     Raises:
-        TypeError, ValueError: wrong dtypes or shapes.
+        TypeError, ValueError: wrong dtypes, shapes or classes.
     """
     spikes, target = _checked(spikes, target)
     steps = readouts.steps_of(spikes, lengths)
@@ -355,4 +358,19 @@ def _checked(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
             f"{num} samples, [{num}], or floating-point class probabilities {list(x.shape[1:])}"
         )
     dtype = readouts.precise(x)
-    return x.to(dtype), target.to(dtype if is_soft else torch.int64)
+    if is_soft:
+        return x.to(dtype), target.to(dtype)
+    check_classes(target.long(), x.shape[2])
+    return x.to(dtype), target.long()
+
+
+def check_classes(target: Tensor, num_classes: int) -> None:
+    """Raise ValueError if a class on a CPU, int64, is neither in range nor ignored."""
+    if not (target.is_cpu and is_plain((target,))):  # reading it would wait for a GPU
+        return
+    wrong = ((target < 0) | (target >= num_classes)) & (target != IGNORED)
+    if wrong.any():
+        raise ValueError(
+            f"target has class {target[wrong][0].item()}: expected 0 to {num_classes - 1}, for "
+            f"{num_classes} neurons, or {IGNORED} for samples to leave out"
+        )

@@ -1,6 +1,7 @@
 """Accuracies of spiking outputs `[T, B, N]`, with targets `[B]` of class indices.
 
-Samples of class -100 are left out, as by the losses.
+Samples of class -100 are left out, as by the losses; if all are, the accuracy is NaN. Other classes
+outside of 0 to N - 1 are errors, which a CPU reports as ValueError.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from spikefuse.neurons.checks import check_tensor
 from spikefuse.nn import readouts
-from spikefuse.nn.losses import first_spike_time, mean_of_counted
+from spikefuse.nn.losses import check_classes, first_spike_time, mean_of_counted
 from spikefuse.nn.readouts import Lengths
 
 
@@ -28,7 +29,7 @@ def accuracy_by_rate(spikes: Tensor, target: Tensor, lengths: Lengths = None) ->
         A scalar, float32, on the device of the spikes.
 
     Raises:
-        TypeError, ValueError: wrong dtypes or shapes.
+        TypeError, ValueError: wrong dtypes, shapes or classes.
     """
     _check(spikes, target)
     is_correct = readouts.sum(spikes, lengths).argmax(-1) == target
@@ -50,7 +51,7 @@ def accuracy_by_first_spike(spikes: Tensor, target: Tensor, lengths: Lengths = N
         A scalar, float32, on the device of the spikes.
 
     Raises:
-        TypeError, ValueError: wrong dtypes or shapes.
+        TypeError, ValueError: wrong dtypes, shapes or classes.
     """
     _check(spikes, target)
     first = first_spike_time(spikes.detach(), lengths).min(-1).indices
@@ -77,3 +78,4 @@ def _check(spikes: Tensor, target: Tensor) -> None:
             f"target has shape {list(target.shape)}: expected a class index for each of {num} "
             f"samples, [{num}]"
         )
+    check_classes(target.long(), spikes.shape[2])

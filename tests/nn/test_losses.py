@@ -224,6 +224,22 @@ def test_whole_numbers(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("wrong", [-1, N, 1000])
+def test_classes_out_of_range(name: str, wrong: int) -> None:
+    target = torch.tensor([-100, 0, wrong, 1])
+    message = rf"target has class {wrong}: expected 0 to {N - 1}, for {N} neurons, or -100 for"
+    with pytest.raises(ValueError, match=message):
+        CLASSES[name](spikes(), target)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_without_any_class_the_loss_is_that_of_torch(name: str) -> None:
+    target = torch.full((4,), -100)
+    assert torch.nn.functional.cross_entropy(torch.rand(4, N), target).isnan()
+    assert CLASSES[name](spikes(), target).isnan()
+
+
+@pytest.mark.parametrize("name", CLASSES)
 def test_samples_without_a_class_are_left_out(name: str) -> None:
     torch.manual_seed(0)
     x, target = (torch.rand(5, 3, 4) > 0.5).float(), torch.tensor([1, -100, 2])

@@ -45,6 +45,8 @@ def test_ignored_samples(accuracy: Callable[[Tensor, Tensor], Tensor]) -> None:
         (SPIKES, torch.zeros(1, dtype=torch.int64), ValueError, r"shape \[1\]: .* \[4\]"),
         (SPIKES, torch.tensor(0), ValueError, r"shape \[\]: .* \[4\]"),
         (SPIKES[:, :3], torch.eye(3), TypeError, r"float32: .* target.argmax\(-1\)"),
+        (SPIKES, torch.tensor([0, 1, 3, 2]), ValueError, r"class 3: expected 0 to 2, for 3 neuron"),
+        (SPIKES, torch.tensor([0, 1, -1, 2]), ValueError, r"class -1: expected 0 to 2"),
         (SPIKES.sum(0), torch.zeros(4, dtype=torch.int64), ValueError, r"\[4, 3\]: .* \[T, B, N\]"),
     ],
 )
