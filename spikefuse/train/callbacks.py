@@ -18,7 +18,7 @@ from spikefuse.data import Examples
 from spikefuse.data.files import replacing
 from spikefuse.inspect.record import record
 from spikefuse.train.batches import contents
-from spikefuse.train.checkpoint import BEST, LAST
+from spikefuse.train.checkpoint import BEST, LAST, EpochMetrics
 from spikefuse.train.output import show
 from spikefuse.train.signals import SignalHandler
 from spikefuse.train.training_module import LOG_EVERY_STEPS, best_epoch
@@ -89,7 +89,7 @@ class ProgressReporter(Callback):
 
 class MetricsWriter(Callback):
     """Log the loss of steps, and the learning rate and firing rates of epochs; write a CSV file
-    with one row per epoch since the start of the run.
+    with one row per epoch since the start of the run. Warn once of layers that never fire.
 
     The module logs its other metrics itself.
     """
@@ -97,6 +97,7 @@ class MetricsWriter(Callback):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._firing: dict[str, float] = {}
+        self._warned = False
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any
@@ -124,6 +125,14 @@ class MetricsWriter(Callback):
             table = csv.DictWriter(file, names)
             table.writeheader()
             table.writerows(module.history)
+        silent = silent_layers(row)
+        if silent and not self._warned:
+            self._warned = True
+            show(
+                f"  warning: layers without any spike: {', '.join(silent)}; unless later epochs "
+                "have some, lower --threshold, change --decay or --neuron, or add steps "
+                "(--num-steps)"
+            )
 
     def _log(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
         for logger in trainer.loggers:
@@ -149,6 +158,17 @@ def firing(module: Any, examples: Examples) -> dict[str, float]:
         if len({neurons.shape for neurons in silent}) == 1:
             found[f"silent_{name}"] = torch.stack(silent).all(0).float().mean().item()
     return found
+
+
+def silent_layers(row: EpochMetrics) -> list[str]:
+    """Return the names of the layers of which no neuron has fired, by the metrics of an epoch."""
+    signs = {"silent_": 1.0, "activity_": 0.0}  # the latter are of event layers
+    return [
+        name.removeprefix(prefix)
+        for name, value in row.items()
+        for prefix, sign in signs.items()
+        if name.startswith(prefix) and value == sign
+    ]
 
 
 class CheckpointSaver(Checkpoint):

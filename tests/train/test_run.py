@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from spikefuse.train import predict, run
+from spikefuse.train.callbacks import silent_layers
 from spikefuse.train.config import RunOptions, TrainConfig
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.processes import Processes
@@ -63,6 +64,18 @@ def test_a_run_and_its_evaluation(
     assert spikefuse("eval", directory / "best.ckpt", "--device", "cpu") == 0
     loss = f"{result['test_loss']:.4f}"
     assert capsys.readouterr().out == f"test accuracy {percent}, loss {loss} (digits)\n"
+
+
+@pytest.mark.parametrize("options", ["--neuron brf", "--threshold 1e3", "--threshold 0.3"])
+def test_layers_that_never_fire_are_said_once(
+    spikefuse: Spikefuse, small: list[str], capsys: pytest.CaptureFixture[str], options: str
+) -> None:
+    assert spikefuse("train", *small, "--model", "mlp", *options.split()) == 0
+    output = capsys.readouterr().out
+    found = re.findall(r"^  warning: layers without any spike: (.*); unless", output, re.M)
+    assert found == ([] if "0.3" in options else ["3, 6"])
+    row = {"activity_0": 0.0, "activity_1": 0.1, "silent_net.2": 1.0, "val_loss": 0.0}
+    assert silent_layers(row) == ["0", "net.2"]
 
 
 @pytest.mark.parametrize(
