@@ -249,7 +249,7 @@ def test_one_process_reads_all_files(
     assert main(["predict", str(path), str(tmp_path)]) == 1
     output, errors = capsys.readouterr()
     assert len(output.splitlines()) == 1 + 2
-    assert "b.h5 is damaged (not an HDF5 file" in errors
+    assert "b.h5 cannot be read (not an HDF5 file" in errors
     assert len(starts) == 1
 
 
