@@ -62,6 +62,7 @@ ORDER = {
     "scan": [
         "layout",
         "cache",
+        "kinds",
         "program",
         "launch_numba",
         "launch_triton",
