@@ -39,7 +39,7 @@ def as_traced(definition: Neuron, kinds: Kinds, constants: Sequence[Any]) -> Neu
         TypeError: a constant has become a run-time value.
     """
     pairs = zip(definition.constant_names(), constants, strict=True)
-    changed = {name: value for name, value in pairs if not _are_same(read(definition, name), value)}
+    changed = {name: value for name, value in pairs if _differ(read(definition, name), value)}
     if not changed and kinds == kinds_of(definition.values()):
         return definition
     copy = skeleton(definition, kinds)
@@ -55,8 +55,12 @@ def as_traced(definition: Neuron, kinds: Kinds, constants: Sequence[Any]) -> Neu
     return copy
 
 
-def _are_same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and repr(one) == repr(other) and bool(one == other)
+def _differ(known: Any, traced: Any) -> bool:
+    """Whether a constant has been assigned. TorchDynamo has objects of its own for others, such as
+    methods and the numbers of NumPy."""
+    if not isinstance(known, bool | int | str | tuple | None):
+        return False
+    return type(known) is not type(traced) or repr(known) != repr(traced)
 
 
 def skeleton(definition: Neuron, kinds: Kinds) -> Neuron:
