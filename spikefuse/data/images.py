@@ -99,7 +99,7 @@ class Images(InMemory):
             `[N, T]` or `[N, T, K]`.
 
     Raises:
-        DataError: they differ in number.
+        DataError: they differ in number, or the pixels are not bytes.
     """
 
     pixels: Tensor
@@ -107,6 +107,11 @@ class Images(InMemory):
 
     def __post_init__(self) -> None:
         check_lengths("pixels", self.pixels, self.labels)
+        if self.pixels.dtype != torch.uint8:  # `data.expand` divides them by 255
+            raise DataError(
+                f"pixels are {self.pixels.dtype}: expected bytes, torch.uint8, from 0 to 255; a "
+                "network gets the values of a Series as they are"
+            )
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,9 @@ class Series(Images):
         pixels: float32 `[N, T, ...]`, the input of a network without any scaling.
         labels: as of `Images`.
     """
+
+    def __post_init__(self) -> None:
+        check_lengths("pixels", self.pixels, self.labels)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -199,6 +199,9 @@ class TrainConfig:
     shape: tuple[int, ...] | None = None
     converted: bool | None = None
 
+    #: The settings that `__post_init__` has set.
+    _derived: ClassVar[frozenset[str]] = frozenset()
+
     def __post_init__(self) -> None:
         for setting in own.REGISTRIES:
             own.register(setting, getattr(self, setting))
@@ -233,9 +236,13 @@ class TrainConfig:
                 choices.EVENT_RATE if capacity is None else min(capacity / 2, 0.5)
             )
             defaults["activity_weight"] = 1.0
-        for name, value in defaults.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
+        derived = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        vars(self).update(derived, _derived=frozenset(derived))
+
+    def replaced(self, **settings: Any) -> TrainConfig:
+        """Return these settings with others; defaults that depend on them are set anew."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self._derived}
+        return TrainConfig(**given | settings)
 
     def _check_event_neuron(self) -> None:
         try:
@@ -374,7 +381,7 @@ class TrainConfig:
                 f"the run has {len(self.classes)} classes, and the files {len(dataset.classes)}: "
                 f"they differ in {odd[0]}"
             )
-        return replace(self, classes=dataset.classes, shape=dataset.shape)
+        return self.replaced(classes=dataset.classes, shape=dataset.shape)
 
     def transform(self) -> dict[str, Any]:
         """Return the options of `spikefuse.data.load`."""

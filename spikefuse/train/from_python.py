@@ -84,7 +84,7 @@ def fit(
         settings["model"] = model if isinstance(model, str) else _registered(model)
     if not isinstance(config, TrainConfig | None):
         raise ConfigError(f"config is {config!r:.80}: expected a TrainConfig, or fit(dataset=...)")
-    config = TrainConfig(**settings) if config is None else replace(config, **settings)
+    config = TrainConfig(**settings) if config is None else config.replaced(**settings)
     if resume and options.out is not None and options.out.exists():
         result, last = options.out / "result.json", options.out / LAST
         if result.exists():
@@ -137,7 +137,7 @@ def _content(builder: Any) -> tuple[Any, ...]:
 def _check(stored: TrainConfig, config: TrainConfig, out: Path) -> TrainConfig:
     """Return the settings, with what the files of the run in `out` have determined."""
     found = {name: getattr(stored, name) for name in OF_FILES if getattr(config, name) is None}
-    config = replace(config, **found)
+    config = config.replaced(**found)
     for field in fields(TrainConfig):
         before, now = getattr(stored, field.name), getattr(config, field.name)
         if before != now:

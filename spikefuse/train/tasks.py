@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spikefuse.nn.losses import IGNORED
+
 if TYPE_CHECKING:
     from spikefuse.train.processes import Processes
 
@@ -115,7 +117,8 @@ class Task:
     def statistics(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return sums over samples from which metrics follow, float64 `[num_statistics]`.
 
-        The correct class of a mixed example is the one with the largest share.
+        The correct class of a mixed example is the one with the largest share. Class -100 is never
+        correct.
         """
         if self.of_classes:
             classes = targets.argmax(-1) if targets.is_floating_point() else targets
@@ -125,6 +128,13 @@ class Task:
             values = torch.cat([error.abs().mean(-1, True), error.square(), y, y.square()], -1)
         return values.view(len(values), -1, self.num_statistics).mean(1).sum(0)
 
+    def num_ignored(self, targets: Tensor) -> Tensor:
+        """Return how many samples do not count, those of class -100; of steps the share of each
+        sample. Float64 `[1]`."""
+        if not self.of_classes or targets.is_floating_point():
+            return torch.zeros(1, dtype=torch.float64, device=targets.device)
+        return (targets == IGNORED).double().view(len(targets), -1).mean(1).sum(0, keepdim=True)
+
     def metrics(self, means: Tensor) -> dict[str, float]:
         """Return accuracy, from 0 to 1; of values the mean absolute error and R².
 
@@ -132,7 +142,7 @@ class Task:
         that vary; 0 without any.
 
         Args:
-            means: `statistics` over the number of samples, on the CPU.
+            means: `statistics` over the number of samples that count, on the CPU.
         """
         if self.of_classes:
             return {"accuracy": float(means)}
@@ -181,26 +191,33 @@ class Totals:
     """Running means of loss and metrics, accumulated on the device until they are read.
 
     Args:
-        sums: of the loss and the statistics over `count` samples, as in `sums.tolist()`.
+        sums: of the loss and the statistics over `count` samples, and how many of these do not
+            count, as in `sums.tolist()`.
     """
 
     def __init__(self, task: Task, sums: Sequence[float] = (), count: float = 0) -> None:
         self.task, self.count = task, int(count)
-        size = 1 + task.num_statistics
+        size = 2 + task.num_statistics
+        if len(sums) == size - 1:  # of an older checkpoint
+            sums = [*sums, 0.0]
         self.sums = torch.tensor(sums or [0.0] * size, dtype=torch.float64).view(size)
 
     def add(self, predictions: Tensor, targets: Tensor, loss: Tensor | None = None) -> None:
         """Add a batch; without its loss, that of `evaluate`."""
         loss = self.task.evaluate(predictions, targets) if loss is None else loss
         statistics = self.task.statistics(predictions, targets)
-        new = torch.cat([loss.detach().double().view(1) * len(targets), statistics])
+        ignored = self.task.num_ignored(targets)
+        total = loss.detach().double() * (len(targets) - ignored)
+        total = total.where(ignored < len(targets), 0.0)  # the mean over no sample is NaN
+        new = torch.cat([total, statistics, ignored])
         self.sums = self.sums.to(new.device) + new
         self.count += len(targets)
 
     def mean(self) -> dict[str, float]:
         """Return the loss and the metrics; synchronizes with the device."""
-        means = self.sums.cpu() / max(self.count, 1)
-        return {"loss": float(means[0]), **self.task.metrics(means[1:])}
+        *sums, ignored = self.sums.cpu().split([1, self.task.num_statistics, 1])
+        loss, means = (x / (self.count - float(ignored) or 1) for x in sums)
+        return {"loss": float(loss), **self.task.metrics(means)}
 
     def reduced(self, processes: Processes, device: torch.device) -> Totals:
         """Return the totals of all processes; all of them must call this."""

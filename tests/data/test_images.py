@@ -128,3 +128,8 @@ def test_series_have_targets_of_any_shape() -> None:
     assert sorted(both[:, 0, 0].tolist()) == sorted(values[:, 0, 0].tolist())
     with pytest.raises(DataError, match=r"labels are \[3, 1\] for 20 examples"):
         Series(values, torch.randn(3, 1))
+
+
+def test_pixels_are_bytes() -> None:
+    with pytest.raises(DataError, match=r"pixels are torch.float32: expected bytes, torch.uint8"):
+        Images(torch.rand(4, 1, 2, 2), torch.arange(4))

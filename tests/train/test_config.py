@@ -246,3 +246,15 @@ def test_models_that_do_not_suit_a_size() -> None:
     config = TrainConfig(dataset="folder", size=2, shape=(3, 2, 2), classes=("cat", "dog"))
     with pytest.raises(ConfigError, match=r"model is conv, but folder does not .* at least \(4, 4"):
         config.make_network()
+
+
+def test_replaced_settings() -> None:
+    """Defaults follow the other settings; what was given stays, also after reading files."""
+    config = TrainConfig(schedule="step", epochs=30)
+    assert config.replaced(epochs=3) == TrainConfig(schedule="step", epochs=3)
+    assert config.replaced(step_epochs=5, epochs=3).step_epochs == 5
+    config = TrainConfig(num_steps=2).with_files_of(TrainConfig().data)
+    assert config.replaced(optimizer="adamw").weight_decay == 0.01
+    assert config.replaced(dataset="nmnist", classes=None, shape=None).num_steps == 2
+    one_cycle = config.replaced(schedule="one-cycle", epochs=6)
+    assert (one_cycle.warmup, one_cycle.epochs) == (pytest.approx(1.8), 6)

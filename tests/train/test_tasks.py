@@ -236,3 +236,23 @@ def test_defaults() -> None:
     assert (config.criterion, config.loss, config.shift) == ("mse", "every", 0)
     wrong = {**config.to_dict(), "criterion": None}
     assert TrainConfig.from_dict(wrong) == config
+
+
+@pytest.mark.parametrize("steps", [(), (4,)])
+def test_ignored_classes_do_not_count(steps: tuple[int, ...]) -> None:
+    """As in the cross-entropy, also of a batch without any other class."""
+    name = "sequence" if steps else "classification"
+    task = Task(name, "cross-entropy", "every" if steps else "mean", 3)
+    predictions, targets = torch.randn(12, *steps, 3), torch.randint(3, (12, *steps))
+    targets.view(-1)[::3] = -100
+    targets[8:] = -100
+    totals = Totals(task)
+    for part in ([0, 1, 2], [3, 4, 5, 6, 7], [8, 9, 10, 11]):
+        totals.add(predictions[part], targets[part])
+    counted = targets != -100
+    found = totals.mean()
+    assert found["accuracy"] == pytest.approx(
+        (predictions.argmax(-1) == targets)[counted].double().mean().item()
+    )
+    expected = F.cross_entropy(predictions[counted].double(), targets[counted])
+    assert found["loss"] == pytest.approx(expected.item(), rel=1e-6)
