@@ -249,11 +249,15 @@ class _RecordObserver(ModuleObserver):
     def _labels_of(
         self, neuron: Neuron, arguments: Arguments[Tensor]
     ) -> tuple[tuple[str, ...], list[str]]:
-        """The names of what `step` returns, and of the states to record, from a single step."""
+        """The names of what `step` returns, and of the states to record, from one sample."""
         if neuron not in self._labels:
             # Without the residual of a block.
             inputs = arguments.inputs[: len(type(neuron).input_names)]
-            step = Arguments([x[:1, :1].detach() for x in inputs])
+            # A parameter with a value per step takes sequences of this length only.
+            dims, values = inputs[0].ndim, neuron.values().values()
+            is_per_step = any(isinstance(v, Tensor) and v.ndim == dims for v in values)
+            num_steps = len(inputs[0]) if is_per_step else 1
+            step = Arguments([x[:num_steps, :1].detach() for x in inputs])
             states = [s for s in self.states if s in type(neuron).states]
             with torch.no_grad():
                 number = len(scan_neuron(neuron, step, Wanted(impl="reference")).outputs)

@@ -38,7 +38,10 @@ class PerStep(Neuron):
     def step_of_neuron(self, *args: Tensor) -> Any:
         num, split = len(self.neuron.input_names), len(self.input_names)
         values = dict(zip(self.names, args[num:split], strict=True))
-        return call_step(bind(self.neuron, values), args[:num], args[split:])
+        neuron = bind(self.neuron, values)
+        if "_exposed" in vars(self):
+            vars(neuron)["_exposed"] = vars(self)["_exposed"]
+        return call_step(neuron, args[:num], args[split:])
 
 
 def with_inputs(neuron: Neuron, values: dict[str, Any], names: tuple[str, ...]) -> PerStep:

@@ -453,6 +453,22 @@ def test_a_neuron_alone() -> None:
     assert "(the model): spikes [5, 3, 4], v [5, 3, 4]" in repr(record)
 
 
+@pytest.mark.parametrize("impl", ["numba", "reference"])
+@pytest.mark.parametrize("channels", [1, 4])
+def test_a_value_per_step(channels: int, impl: str) -> None:
+    threshold, x = torch.rand(T, 1, channels) + 0.2, torch.rand(T, B, 4)
+    lif = sf.LIF(0.9, threshold)
+    y = lif(x, impl=impl)
+    for states in (("spikes",), ("spikes", "h", "v")):
+        with sf.record(lif, states=states) as record:
+            assert torch.equal(lif(x, impl=impl), y)
+        assert set(record[""]) == set(states)
+        assert torch.equal(record[""]["spikes"], y)
+    h, v = record[""]["h"], record[""]["v"]
+    assert torch.equal(y, (h >= threshold).float())
+    assert torch.equal(v, h.where(h < threshold, 0))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
