@@ -73,9 +73,9 @@ def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx
         OSError: the file can't be read.
         TypeError: an argument has the wrong type.
         ValueError: `dt` is not positive, the file is damaged, or the graph has nodes or cycles
-            without an equivalent: several inputs or outputs, parameters that differ within a
-            channel, time constants below `dt`, cycles through several neurons or a delay. The error
-            lists all of them.
+            without an equivalent: several inputs or outputs, delays that differ within a channel,
+            time constants below `dt`, cycles through several neurons or a delay. The error lists
+            all of them.
 
     Source: Pedersen et al., "Neuromorphic intermediate representation: A unified instruction set
     for interoperable brain-inspired computing", Nature Communications 15, 2024.
@@ -425,8 +425,8 @@ class _Parameters:
         """Return our options, for potentials counted from v_leak."""
         rest = self.v_leak if hasattr(self.node, "v_leak") else np.zeros(())
         return {
-            "threshold": _value("v_threshold", self.v_threshold - rest),
-            "v_reset": _value("v_reset", self.v_reset - rest),
+            "threshold": _value(self.v_threshold - rest),
+            "v_reset": _value(self.v_reset - rest),
             "surrogate": self.surrogate,
         }
 
@@ -435,15 +435,14 @@ class _Parameters:
             raise Refusal("its v_leak is not 0, and its output is a potential: use v_leak=0")
 
 
-def _value(name: str, array: np.ndarray) -> Any:
-    """Return a parameter of a neuron: a number, or one per channel."""
+def _value(array: np.ndarray) -> Any:
+    """Return a parameter of a neuron: a number, one per channel, or one per neuron."""
     first = array.reshape(-1)[0]
     if (array == first).all():
         return float(first)
     channels = array.reshape(len(array), -1)
-    if (channels != channels[:, :1]).any():
-        raise Refusal(f"its {name} differs within a channel: expected one value for each channel")
-    return _tensor(channels[:, 0])
+    is_per_channel = (channels == channels[:, :1]).all()
+    return _tensor(channels[:, 0] if is_per_channel else array)
 
 
 def _split(factor: np.ndarray, decay: np.ndarray) -> tuple[bool, np.ndarray | None]:
@@ -465,7 +464,7 @@ def _leaky(p: _Parameters) -> _LayerModule:
     p.check_rest()
     decay = p.decay("tau")
     is_scaled, factor = _split(p.r * (1 - decay), decay)
-    options = {"decay": _value("tau", decay), "decay_input": is_scaled}
+    options = {"decay": _value(decay), "decay_input": is_scaled}
     return _LayerModule(LIF(**options, **p.firing()) if p.fires else LI(**options), factor)
 
 
@@ -473,7 +472,7 @@ def _current_based(p: _Parameters) -> _LayerModule:
     p.check_rest()
     decay, current_decay = p.decay("tau_mem"), p.decay("tau_syn")
     gain = p.w_in * (1 - current_decay) * p.r
-    values = _value("tau_syn", current_decay), _value("tau_mem", decay)
+    values = _value(current_decay), _value(decay)
     if not p.fires:
         return _LayerModule(SynapticLI(*values), _split(gain, np.zeros(()))[1])
     # Both factors act before the threshold, so that their product is what counts.
@@ -482,7 +481,10 @@ def _current_based(p: _Parameters) -> _LayerModule:
 
 
 def _delay(p: _Parameters) -> _LayerModule:
-    steps = _tensor(np.atleast_1d(_value("delay", p.delay / p.dt)))
+    steps = torch.as_tensor(_value(p.delay / p.dt), dtype=torch.get_default_dtype())
+    if steps.ndim > 1:
+        raise Refusal("its delay differs within a channel: expected one value for each channel")
+    steps = steps.reshape(-1)
     if (steps < 0).any():
         raise Refusal("its delay is negative")
     module = Delay(len(steps), max(1, math.ceil(steps.max())))

@@ -16,7 +16,6 @@ from spikefuse._torch import user_hooks
 from spikefuse.block.block import Block
 from spikefuse.events.linear import EventLinear
 from spikefuse.kernels.norm import BatchNorm
-from spikefuse.neurons import IF, LI, LIF, PLIF, CubaLIF, DelayedResetLIF
 from spikefuse.neurons.checks import check_tensor
 from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.surrogate import Surrogate
@@ -26,10 +25,10 @@ from spikefuse.nn.neuron import check_module
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.symbolic import is_leaf
 from spikefuse.nn.temporal import Temporal
-from spikefuse.transforms.converters.common import Above, Refusal
-from spikefuse.transforms.converters.norse import SynapticLI
+from spikefuse.transforms.converters.common import Refusal
 from spikefuse.transforms.copies import copied
 from spikefuse.transforms.nir_layers import Scale, Threshold, check_dt, package
+from spikefuse.transforms.nir_neurons import fired_above, is_per_step, neuron_node, per_neuron
 
 Layer = Neuron | Recurrent | Feedback
 Sources = tuple[str, ...]  # the nodes whose outputs are added
@@ -78,7 +77,8 @@ def to_nir(net: nn.Module, sample: Tensor, *, dt: float) -> Any:
         TypeError: an argument has the wrong type.
         ValueError: `dt` is not positive, or a part of the network has no equivalent in NIR: soft
             resets, max pooling, and neurons other than `IF`, `LIF`, `PLIF`, `CubaLIF`, `LI` and
-            `DelayedResetLIF` with a hard reset; hooks. The error lists all of them.
+            `DelayedResetLIF` with a hard reset; values per step; hooks. The error lists all of
+            them.
 
     Source: Pedersen et al., "Neuromorphic intermediate representation: A unified instruction set
     for interoperable brain-inspired computing", Nature Communications 15, 2024.
@@ -141,6 +141,13 @@ class _ShapeRecorder(nn.Module):
 
 
 class _Shapes(fx.Interpreter):
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        module = self.fetch_attr(target)
+        values = module.values().values() if isinstance(module, Neuron) else ()
+        if any(is_per_step(value, args[0].shape[1:]) for value in values):
+            return args[0]  # it does not fit one step, and the writer refuses it
+        return super().call_module(target, args, kwargs)
+
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         n.meta["shape"] = list(result.shape[1:]) if isinstance(result, Tensor) else None
@@ -258,7 +265,7 @@ class _Writer:
         before, after = (end.meta["shape"] for end in ends)
         make = LAYERS.get(type_before_parametrizations(module))
         if isinstance(module, Delay):
-            node = self.nir.Delay(_per_neuron(module.delays(), before) * self.dt)
+            node = self.nir.Delay(per_neuron("delay", module.delays(), before) * self.dt)
         elif make is None:
             reasons = (text for kind, text in _REASONS.items() if isinstance(module, kind))
             raise Refusal(next(reasons, "NIR has no equivalent of it: leave it out, or replace it"))
@@ -400,7 +407,7 @@ def _scale(nir: ModuleType, module: Scale, shape: list[int]) -> Any:
 
 
 def _threshold(nir: ModuleType, module: Threshold, shape: list[int]) -> Any:
-    threshold = _fired_above(_array(module.threshold), module.surrogate)
+    threshold = fired_above(_array(module.threshold), module.surrogate)
     return nir.Threshold(np.broadcast_to(threshold, shape).copy())
 
 
@@ -414,71 +421,3 @@ LAYERS: Mapping[type, Callable[[ModuleType, Any, list[int]], Any]] = {
     Scale: _scale,
     Threshold: _threshold,
 }
-
-
-# Neurons.
-
-
-def neuron_node(nir: ModuleType, neuron: Neuron, dt: float, shape: list[int]) -> Any:
-    """Return the node of a neuron for steps of `shape`."""
-    kind = type(neuron)
-    if kind not in (*_FIRING, LI, SynapticLI):
-        raise Refusal(
-            "NIR has no such neuron: use sf.LIF, sf.PLIF, sf.IF, sf.CubaLIF or sf.LI, and train it"
-        )
-    if neuron.state_bits:
-        raise Refusal("its states are rounded, and NIR's are not: quantize with states=None")
-    values = {name: _per_neuron(value, shape) for name, value in neuron.values().items()}
-    firing = {}
-    if isinstance(neuron, _FIRING):
-        if neuron.reset != "hard":
-            raise Refusal(
-                "its reset is soft, and NIR's neurons are set to v_reset: train with reset='hard'"
-            )
-        firing = {
-            "v_threshold": _fired_above(values["threshold"], neuron.surrogate),
-            "v_reset": values["v_reset"],
-        }
-    decay = values.get("decay", np.ones(shape))
-    scales_input = kind is SynapticLI or getattr(neuron, "decay_input", False)
-    if "current_decay" not in values and (decay == 1).all() and not scales_input:
-        r = np.full(shape, 1 / dt)
-        return nir.IF(r, **firing) if firing else nir.I(r)
-    tau = _time_constant("decay", decay, dt)
-    r = np.ones(shape) if scales_input else tau / dt
-    rest = np.zeros(shape)
-    if "current_decay" not in values:
-        return nir.LIF(tau, r, rest, **firing) if firing else nir.LI(tau, r, rest)
-    synapse = _time_constant("current_decay", values["current_decay"], dt)
-    common = {"tau_syn": synapse, "tau_mem": tau, "r": r, "v_leak": rest, "w_in": synapse / dt}
-    return nir.CubaLIF(**common, **firing) if firing else nir.CubaLI(**common)
-
-
-# The hard reset of DelayedResetLIF gives the spikes of LIF.
-_FIRING = (IF, LIF, PLIF, CubaLIF, DelayedResetLIF)
-
-
-def _per_neuron(value: float | Tensor, shape: list[int]) -> np.ndarray:
-    """Return a value per neuron, given one, or one per channel."""
-    array = _array(value.detach().double()) if isinstance(value, Tensor) else np.array(value)
-    if array.ndim:
-        array = array.reshape(-1, *(1,) * (len(shape) - 1))
-    return np.broadcast_to(array, shape).astype(np.float64)
-
-
-def _time_constant(name: str, decay: np.ndarray, dt: float) -> np.ndarray:
-    if not ((decay >= 0) & (decay < 1)).all():
-        raise Refusal(
-            f"its {name} is {decay.max():g}: expected values in [0, 1), as NIR divides by a time "
-            "constant dt / (1 - decay); without a leak use sf.IF"
-        )
-    return dt / (1 - decay)
-
-
-def _fired_above(threshold: np.ndarray, surrogate: Surrogate) -> np.ndarray:
-    """Return the threshold that a potential exceeds when it fires."""
-    if isinstance(surrogate, Above):
-        return threshold
-    if type(surrogate).spike is not Surrogate.spike:
-        raise Refusal(f"its surrogate {type(surrogate).__name__} has a forward pass of its own")
-    return np.nextafter(threshold.astype(np.float32), np.float32(-np.inf)).astype(np.float64)

@@ -196,14 +196,14 @@ def test_images_in_snntorch(tmp_path):
     assert_same_spikes(ours(path, x, 1e-4), torch.stack([net(now) for now in x]).detach())
 
 
-def test_refused_images_of_snntorch(tmp_path):
-    net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), leaky((4, 4, 6), 0.75, 0.3))
+def test_images_of_snntorch_with_values_that_differ_within_a_channel(tmp_path):
+    net = on_grid(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), leaky((4, 4, 6), 0.75, 0.3)))
     with torch.no_grad():
         net[1].beta[0, 0, 0] = 0.5
-    path = tmp_path / "net.nir"
-    nir.write(path, snntorch_to_nir(net, torch.rand(1, 1, 4, 6), ignore_dims=[0]))
-    with pytest.raises(ValueError, match="its tau differs within a channel: expected one value"):
-        ours(path, sequence(1, 4, 6), 1e-4)
+    x, path = grid(sequence(1, 4, 6).float()), tmp_path / "net.nir"
+    nir.write(path, snntorch_to_nir(net, x[0], ignore_dims=[0]))
+    net[1].reset_mem()
+    assert_same_spikes(ours(path, x, 1e-4), torch.stack([net(now) for now in x]).detach())
 
 
 def test_snntorch_reads_ours():

@@ -91,6 +91,29 @@ def test_neurons(name: str) -> None:
     assert_same(graph_of((4,), {"neuron": NEURONS[name]()}), (4,))
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (2, 2, 2)])
+def test_values_per_neuron(shape: tuple[int, ...]) -> None:
+    """Of every parameter, and of the factor of the input."""
+    ends = (2e-3, 9e-3), (4.0, 1.0), (-0.2, 0.3), (0.4, 0.6), (0.3, -0.3), (1.0, 2.0)
+    size = np.prod(shape)
+    tau, r, v_leak, v_threshold, v_reset, w_in = (
+        np.linspace(*e, size).reshape(shape) for e in ends
+    )
+    firing = {"v_threshold": v_threshold, "v_reset": v_reset}
+    nodes = {
+        "LIF": nir.LIF(tau, r, v_leak, **firing),
+        "IF": nir.IF(100 * r, **firing),
+        "CubaLIF": nir.CubaLIF(tau, 11e-3 - tau, r, v_leak, **firing, w_in=w_in),
+    }
+    for name, node in nodes.items():
+        net = assert_same(graph_of(shape, {"neuron": node}), shape)
+        assert net.neuron.threshold.shape == shape, name
+    zero = np.zeros(shape)
+    assert_same(graph_of(shape, {"neuron": nir.LI(tau, r, zero)}), shape, spiking=False)
+    node = nir.CubaLI(tau, 11e-3 - tau, r, zero, w_in=w_in)
+    assert_same(graph_of(shape, {"neuron": node}), shape, spiking=False)
+
+
 @pytest.mark.parametrize(
     "node",
     [
@@ -258,8 +281,8 @@ REFUSED = {
     "'node' (LI): its v_leak is not 0": lambda: refused(
         nir.LI(full(3e-3, 4), full(1.0, 4), full(0.5, 4))
     ),
-    "'node' (LIF): its v_threshold differs within a channel": lambda: refused(
-        lif(v_threshold=normal(2, 3), shape=(2, 3))
+    "'node' (Delay): its delay differs within a channel": lambda: refused(
+        nir.Delay(DT * np.arange(6.0).reshape(2, 3))
     ),
     "'node' (Linear): its weight has 3 dims": lambda: refused(nir.Linear(normal(2, 4, 4))),
     "2 inputs ['input', 'more']: expected one": lambda: graph_of(

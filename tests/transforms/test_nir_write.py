@@ -64,6 +64,71 @@ def test_neurons(name: str) -> None:
     assert assert_same(make(), sequence(6, 2)) == {"input": "Input", "0": kind, "output": "Output"}
 
 
+# Parameters for steps [4, 4, 4] and tokens [4, 4], whose dims a mistake may exchange, and others.
+SHAPES = [
+    *(((4, 4, 4), shape) for shape in ((1, 1, 4), (1, 4, 1), (4,), (4, 1, 1), (1,), (1, 1, 1))),
+    *(((2, 3, 4), shape) for shape in ((1, 1, 4), (1, 3, 1), (1, 3, 4), (2, 3, 4), (2,))),
+    *(((4, 4), shape) for shape in ((1, 4), (4,), (4, 1))),
+    *(((3, 5), shape) for shape in ((1, 5), (3, 5))),
+    *(((6,), shape) for shape in ((6,), (1,))),
+]
+
+
+def spread(low: float, high: float, shape: tuple[int, ...]) -> Tensor:
+    return torch.linspace(low, high, torch.Size(shape).numel()).view(shape)
+
+
+@pytest.mark.parametrize(("step", "shape"), SHAPES, ids=str)
+def test_shapes_of_parameters(step: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Each neuron has the values that it has here, and after a round trip."""
+    values = [spread(*ends, shape) for ends in ((0.2, 0.9), (0.9, 0.3), (0.1, 0.6), (-0.3, 0.2))]
+    decay, current, threshold, v_reset = values
+    neurons = [
+        *(sf.LIF(decay, threshold, v_reset=v_reset), sf.IF(threshold, v_reset=v_reset)),
+        sf.CubaLIF(decay, current, threshold, v_reset=v_reset, decay_input=True),
+        sf.PLIF(0.5, threshold, v_reset=v_reset),
+    ]
+    x = sequence(*step)
+    for neuron in neurons:
+        assert_same(neuron, x)
+        graph, x_float = sf.to_nir(neuron.float(), x.float(), dt=DT), x.float()
+        same = sf.Temporal(sf.from_nir(graph, dt=DT))
+        assert torch.equal(same(x_float), neuron(x_float))
+    assert_same(sf.LI(decay), x, spiking=False)
+    assert_same(SynapticLI(decay, current), x, spiking=False)
+
+
+def test_a_value_per_column() -> None:
+    values = torch.tensor([[[0.1, 0.2, 0.3, 0.4]]])
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), sf.LIF(0.5, values))
+    node = sf.to_nir(sf.Temporal(net), torch.rand(3, 2, 1, 4, 4), dt=DT).nodes["1"]
+    expected = np.broadcast_to(values.numpy(), (4, 4, 4))
+    np.testing.assert_allclose(node.v_threshold, expected, rtol=1e-6)
+
+
+def test_a_value_per_neuron_with_feedback() -> None:
+    body = nn.Conv1d(2, 2, 3, padding=1)
+    neuron = sf.LIF(spread(0.3, 0.9, (2, 4)), spread(0.2, 0.8, (1, 4)))
+    net, x = sf.Temporal(Feedback(body, neuron)), sequence(2, 4).float()
+    same = sf.Temporal(sf.from_nir(sf.to_nir(net, x, dt=DT), dt=DT))
+    assert 0.02 < net(x).mean() < 0.98
+    assert torch.equal(same(x), net(x))
+
+
+def test_values_per_step_are_refused() -> None:
+    """By the names of all neurons that have some, whatever the length of the sample."""
+    per_step = torch.rand(6, 1, 1) + 0.2
+    layers = sf.LIF(0.9, per_step), nn.Linear(4, 4), sf.LI(per_step[:1] / 2), sf.LIF(reset="soft")
+    for x in (torch.rand(6, 2, 4), torch.rand(1, 2, 4)):
+        with pytest.raises(ValueError, match="has no equivalent in NIR") as error:
+            sf.to_nir(nn.Sequential(*layers), x, dt=DT)
+        lines = str(error.value).splitlines()[1:]
+        assert "'0' (LIF): its threshold has shape [6, 1, 1], a value per step" in lines[0]
+        assert "one per neuron, [4]" in lines[0]
+        assert "'2' (LI): its decay has shape [1, 1, 1], a value per step" in lines[1]
+        assert "'3' (LIF): its reset is soft" in lines[2]
+
+
 @pytest.mark.parametrize(
     ("neuron", "kind"),
     [
