@@ -48,7 +48,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Args:
         function: a module, or a function of tensors.
         args, kwargs: its arguments, in any nesting of tuples, lists and dicts. The function must
-            not change them in place.
+            not change them in place. Parameters and attributes must not change before backward,
+            which computes with their values at that time.
 
     Returns:
         What the function returns.
