@@ -17,6 +17,7 @@ from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import label
 from spikefuse.inspect.observer import ModuleObserver
 from spikefuse.neurons.definition import Neuron, UnknownOutput
+from spikefuse.neurons.per_step import per_step_values
 from spikefuse.nn.call import Scan, active
 from spikefuse.nn.checkpoint import is_recomputed
 from spikefuse.nn.nesting import map_tensors
@@ -254,9 +255,7 @@ class _RecordObserver(ModuleObserver):
             # Without the residual of a block.
             inputs = arguments.inputs[: len(type(neuron).input_names)]
             # A parameter with a value per step takes sequences of this length only.
-            dims, values = inputs[0].ndim, neuron.values().values()
-            is_per_step = any(isinstance(v, Tensor) and v.ndim == dims for v in values)
-            num_steps = len(inputs[0]) if is_per_step else 1
+            num_steps = len(inputs[0]) if per_step_values(neuron.values(), inputs[0]) else 1
             step = Arguments([x[:num_steps, :1].detach() for x in inputs])
             states = [s for s in self.states if s in type(neuron).states]
             with torch.no_grad():

@@ -112,28 +112,26 @@ class Task:
 
     @property
     def num_statistics(self) -> int:
-        return 1 if self.of_classes else 1 + 3 * self.outputs
+        return 2 if self.of_classes else 1 + 3 * self.outputs
 
     def statistics(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return sums over samples from which metrics follow, float64 `[num_statistics]`.
 
         The correct class of a mixed example is the one with the largest share. Class -100 is never
-        correct.
+        correct, and the last sum counts the samples of that class.
         """
         if self.of_classes:
             classes = targets.argmax(-1) if targets.is_floating_point() else targets
-            values = (predictions.argmax(-1) == classes).double().unsqueeze(-1)
+            found = predictions.argmax(-1) == classes, classes == IGNORED
+            values = torch.stack(found, -1).double()
         else:
             y, error = targets.double(), predictions.double() - targets
             values = torch.cat([error.abs().mean(-1, True), error.square(), y, y.square()], -1)
         return values.view(len(values), -1, self.num_statistics).mean(1).sum(0)
 
-    def num_ignored(self, targets: Tensor) -> Tensor:
-        """Return how many samples do not count, those of class -100; of steps the share of each
-        sample. Float64 `[1]`."""
-        if not self.of_classes or targets.is_floating_point():
-            return torch.zeros(1, dtype=torch.float64, device=targets.device)
-        return (targets == IGNORED).double().view(len(targets), -1).mean(1).sum(0, keepdim=True)
+    def num_ignored(self, statistics: Tensor) -> Tensor | float:
+        """Return how many samples are of class -100; a sample of several steps counts in part."""
+        return statistics[-1] if self.of_classes else 0.0
 
     def metrics(self, means: Tensor) -> dict[str, float]:
         """Return accuracy, from 0 to 1; of values the mean absolute error and R².
@@ -142,10 +140,10 @@ class Task:
         that vary; 0 without any.
 
         Args:
-            means: `statistics` over the number of samples that count, on the CPU.
+            means: `statistics` over the number of samples that are not ignored, on the CPU.
         """
         if self.of_classes:
-            return {"accuracy": float(means)}
+            return {"accuracy": float(means[0])}
         squares, mean, mean_square = means[1:].split(self.outputs)
         variance = mean_square - mean.square()
         varies = variance > LEAST_VARIANCE * mean_square
@@ -191,14 +189,13 @@ class Totals:
     """Running means of loss and metrics, accumulated on the device until they are read.
 
     Args:
-        sums: of the loss and the statistics over `count` samples, and how many of these do not
-            count, as in `sums.tolist()`.
+        sums: of the loss and the statistics over `count` samples, as in `sums.tolist()`.
     """
 
     def __init__(self, task: Task, sums: Sequence[float] = (), count: float = 0) -> None:
         self.task, self.count = task, int(count)
-        size = 2 + task.num_statistics
-        if len(sums) == size - 1:  # of an older checkpoint
+        size = 1 + task.num_statistics
+        if task.of_classes and len(sums) == size - 1:  # of an older checkpoint
             sums = [*sums, 0.0]
         self.sums = torch.tensor(sums or [0.0] * size, dtype=torch.float64).view(size)
 
@@ -206,18 +203,19 @@ class Totals:
         """Add a batch; without its loss, that of `evaluate`."""
         loss = self.task.evaluate(predictions, targets) if loss is None else loss
         statistics = self.task.statistics(predictions, targets)
-        ignored = self.task.num_ignored(targets)
-        total = loss.detach().double() * (len(targets) - ignored)
-        total = total.where(ignored < len(targets), 0.0)  # the mean over no sample is NaN
-        new = torch.cat([total, statistics, ignored])
+        counted = len(targets) - self.task.num_ignored(statistics)
+        total = loss.detach().double() * counted
+        if isinstance(counted, Tensor):
+            total = total.where(counted > 0, 0.0)  # the mean over no sample is NaN
+        new = torch.cat([total.view(1), statistics])
         self.sums = self.sums.to(new.device) + new
         self.count += len(targets)
 
     def mean(self) -> dict[str, float]:
         """Return the loss and the metrics; synchronizes with the device."""
-        *sums, ignored = self.sums.cpu().split([1, self.task.num_statistics, 1])
-        loss, means = (x / (self.count - float(ignored) or 1) for x in sums)
-        return {"loss": float(loss), **self.task.metrics(means)}
+        sums = self.sums.cpu()
+        means = sums / (self.count - float(self.task.num_ignored(sums)) or 1)
+        return {"loss": float(means[0]), **self.task.metrics(means[1:])}
 
     def reduced(self, processes: Processes, device: torch.device) -> Totals:
         """Return the totals of all processes; all of them must call this."""
