@@ -171,8 +171,8 @@ def read_image(path: Path, size: int, channels: int = 3, margin: float = MARGIN)
     """Read an image, scale its shorter side to `size * margin`, and crop the centre.
 
     Args:
-        path: a JPEG, PNG, BMP, WebP, PPM, GIF or TIFF file, with 8 or 16 bits per channel; those of
-            PPM and PGM are relative to the largest value that the file states.
+        path: a JPEG, PNG, BMP, WebP, PPM, GIF or TIFF file, with 8 or 16 bits per channel. Values
+            of PPM and PGM files are scaled by the largest value that the file states.
         size: rows and columns of the result.
         channels: 3 for RGB, 1 for grey.
         margin: shorter side before the crop, relative to the crop.
@@ -197,7 +197,7 @@ def read_image(path: Path, size: int, channels: int = 3, margin: float = MARGIN)
             width, height = (max(size, round(side * scale)) for side in image.size)
             mode = "L" if channels == 1 else "RGB"
             image.draft(mode, (width, height))  # decodes large JPEGs at reduced size
-            # Of mode I, these formats have 16 bits, and Pillow scales those of PPM to all of them.
+            # Pillow reads 16 bits of these formats in mode I, and scales PPM to the full range.
             has_16_bits = image.mode == "I" and image.format in ("PPM", "PNG")
             if image.mode.startswith("I;16") or has_16_bits:  # which Pillow would clip to 8 bits
                 image = pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))

@@ -194,8 +194,11 @@ def is_own_method(module: nn.Module, value: Any) -> bool:
 
 
 def shallow_copy(module: Any, cls: type | None = None) -> Any:
-    """Return a copy that shares the attributes, of the class `cls` if one is passed. Methods of the
-    module itself become those of the copy, so that they read its values."""
+    """Return a copy that shares the attributes, but whose own methods are bound to the copy.
+
+    Args:
+        cls: the class of the copy; by default that of the module.
+    """
     clone: Any = object.__new__(cls or type(module))
     for name, value in module.__dict__.items():
         own = is_own_method(module, value)

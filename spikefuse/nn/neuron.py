@@ -153,8 +153,8 @@ def refusal_of(neuron: Neuron) -> str:
 
 
 def never_fires(neuron: Neuron) -> bool:
-    """Whether a neuron is known to give no spikes, whatever its values: its step is continuous, as
-    that of a leaky integrator. False also for a neuron that kernels cannot run."""
+    """Whether the step of a neuron is continuous, as that of a leaky integrator is, so that its
+    outputs are no spikes; False where kernels cannot run the neuron, and nothing is known."""
     cache = neuron.description().cache
     if "never fires" not in cache:
         definition = shallow_copy(neuron)

@@ -216,7 +216,7 @@ def test_the_rate_penalty_counts_every_call_of_a_shared_neuron(fused: bool) -> N
 
     module = Own(TrainConfig(num_steps=4, rate_penalty=1.0)).train()
     x = torch.rand(4, 3, 1, 8, 8)
-    for _ in range(2):  # the penalty is that of the last call
+    for _ in range(2):  # the penalty covers the last call only
         with sf.record(module.net.net) as record:
             module.net(x)
         calls = [call["spikes"] for call in record.calls["neuron"]]
