@@ -253,7 +253,9 @@ def test_replaced_settings() -> None:
     config = TrainConfig(schedule="step", epochs=30)
     assert config.replaced(epochs=3) == TrainConfig(schedule="step", epochs=3)
     assert config.replaced(step_epochs=5, epochs=3).step_epochs == 5
-    config = TrainConfig(num_steps=2).with_files_of(TrainConfig().data)
+    digits = TrainConfig().data
+    config = TrainConfig(dataset="folder", num_steps=2).with_files_of(digits)
+    assert (config.classes, config.shape) == (digits.classes, digits.shape)
     assert config.replaced(optimizer="adamw").weight_decay == 0.01
     assert config.replaced(dataset="nmnist", classes=None, shape=None).num_steps == 2
     one_cycle = config.replaced(schedule="one-cycle", epochs=6)
