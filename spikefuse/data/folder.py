@@ -27,7 +27,7 @@ from spikefuse.data.listing import list_files
 
 PAGE = "https://www.image-net.org/download.php"
 TINY_PAGE = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
-ENDINGS = {".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff"}
+ENDINGS = {".jpeg", ".jpg", ".png", ".bmp", ".webp", ".pgm", ".ppm", ".gif", ".tif", ".tiff"}
 # Formats of Pillow that are read, whatever the name of a file: others start programs (EPS).
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
 # Shorter side before the crop, relative to the crop.

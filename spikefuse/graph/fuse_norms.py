@@ -350,7 +350,7 @@ def _obstacle(node: fx.Node) -> str:
     x, *others = tensors = [value(arguments[name]) for name in names]
     settings = arguments["training"], arguments["momentum"], arguments["eps"]
     if any(isinstance(s, fx.Node) for s in settings):
-        return "its settings are computed"
+        return "its momentum or eps is computed, or has changed"
     if any(t is not None and t.dtype not in DTYPES for t in tensors):
         return "it has a dtype that a block does not take"
     if any(t is not None and (t.device != x.device or t.is_inference()) for t in tensors):

@@ -26,7 +26,7 @@ from spikefuse.memory.saved_tensors import SavedTensors
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Observer, Scan, active, current_policy, observing
 from spikefuse.nn.feedback import Feedback
-from spikefuse.nn.neuron import backend_of, check_module, scan_neuron
+from spikefuse.nn.neuron import backend_of, check_module, scan_neuron, with_values_per_step
 from spikefuse.scan.layout import flatten_steps, unflatten_steps
 from spikefuse.scan.op import choose
 from spikefuse.scan.records import Arguments, Results, Wanted
@@ -259,9 +259,12 @@ def _recorded(
     neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
 ) -> NeuronScan:
     inputs, states = arguments.inputs, arguments.states or ()
-    norms, memory = (), None
+    norms, memory, definition = (), None, neuron
     if isinstance(scan, partial) and scan.func is block.scan:
         norms, _, memory = scan.args
+    elif isinstance(scan, partial) and scan.func is scan_neuron:
+        definition, inputs = with_values_per_step(neuron, inputs)
+        scan = partial(scan_neuron, definition)
 
     def run(tensors: Sequence[Tensor], eager: bool = False) -> Sequence[Tensor]:
         xs, state = tensors[: len(inputs)], tensors[len(inputs) :] or None
@@ -275,7 +278,7 @@ def _recorded(
         tensors=[*map(leaf, (*inputs, *states))],
         num_inputs=len(inputs),
         run=run,
-        program=_program_of(neuron, norms, inputs, wanted),
+        program=_program_of(definition, norms, inputs, wanted),
         memory=memory or current_policy(),
         grad=torch.is_grad_enabled(),
     )

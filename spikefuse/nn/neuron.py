@@ -134,13 +134,23 @@ def scan_neuron(neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted) ->
 
 def _scan_per_step(neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
     """Run a neuron some of whose parameters have a value per step."""
-    inputs, values = arguments.inputs, neuron.values()
+    inputs = arguments.inputs
     dtype = reduce(torch.promote_types, [x.dtype for x in inputs])
-    steps = per_step_values(values, inputs[0])
-    more = [value.expand(inputs[0].shape) for value in steps.values()]
-    definition = with_inputs(neuron, values, tuple(steps))
-    results = scan_neuron(definition, arguments._replace(inputs=[*inputs, *more]), wanted)
+    definition, inputs = with_values_per_step(neuron, inputs)
+    results = scan_neuron(definition, arguments._replace(inputs=inputs), wanted)
     return results._replace(outputs=[y.to(dtype) for y in results.outputs])
+
+
+def with_values_per_step(
+    neuron: Neuron, inputs: Sequence[Tensor]
+) -> tuple[Neuron, Sequence[Tensor]]:
+    """Return the definition and its inputs that take the place of values per step, if any."""
+    values = neuron.values()
+    steps = per_step_values(values, inputs[0])
+    if not steps:
+        return neuron, inputs
+    more = [value.expand(inputs[0].shape) for value in steps.values()]
+    return with_inputs(neuron, values, tuple(steps)), [*inputs, *more]
 
 
 def refusal_of(neuron: Neuron) -> str:

@@ -113,7 +113,10 @@ class Stream:
         except Exception as error:
             is_misread = isinstance(x, Tensor) and missing_dims(self.net, x) is not None
             if is_misread or self._state is not None:
-                error.add_note("a stream reads its inputs as one time step [B, ...], without T")
+                note = "a stream reads its inputs as one time step [B, ...], without T"
+                if self._state is not None:
+                    note += "; call reset() before another sequence"
+                error.add_note(note)
             raise
         # A network need not call all of its layers at each step.
         self._state = {**dict.fromkeys(layers, ()), **(self._state or {}), **call.finals}

@@ -113,10 +113,10 @@ def test_images_are_decoded_when_they_are_indexed(tmp_path: Path) -> None:
 def test_images_of_all_formats_that_are_read_are_found(tmp_path: Path) -> None:
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()
-        for ending in ("bmp", "gif", "jpeg", "jpg", "png", "ppm", "TIF", "tiff", "webp"):
+        for ending in ("bmp", "gif", "jpeg", "jpg", "pgm", "png", "ppm", "TIF", "tiff", "webp"):
             Image.new("L", (4, 4), 99).save(tmp_path / name / f"a.{ending}")
     train, test = data.load(data.image_folder(tmp_path, size=4))
-    assert len(train) + len(test) == 2 * 9
+    assert len(train) + len(test) == 2 * 10
 
 
 def test_hidden_files_and_folders_are_left_out(tmp_path: Path) -> None:

@@ -465,3 +465,15 @@ def test_under_an_observer_networks_are_not_captured():
         found = sf.explain(net, x)
     assert [layer.module for layer in found.layers] == ["LIF", "LIF"]
     assert all(len(calls) == 1 for calls in record.calls.values())
+
+
+def test_values_per_step():
+    """The values count as an input, also of the few steps that measure what PyTorch saves."""
+    lif = sf.LIF(threshold=torch.linspace(0.5, 1, T).view(T, 1, 1))
+    x = torch.randn(T, B, 3, requires_grad=True)
+    (layer,) = (explanation := sf.explain(lif, x)).layers
+    assert layer.implementation == "numba"
+    # Forward and backward move the input, the output and the values; backward, the gradient, too.
+    assert layer.moved == 5 * x.nbytes + 2 * lif.threshold.nbytes
+    (row,) = explanation.saved
+    assert row.now < row.eager

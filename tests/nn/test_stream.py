@@ -115,7 +115,8 @@ def test_a_failed_step_leaves_the_state() -> None:
     ) as caught:
         stream(torch.ones(5, 3))
     assert caught.value.__notes__ == [
-        "a stream reads its inputs as one time step [B, ...], without T"
+        "a stream reads its inputs as one time step [B, ...], without T; call reset() before "
+        "another sequence"
     ]
     assert stream.state is before
     assert active.call is None
