@@ -13,20 +13,16 @@ from spikefuse.nn.over_time import OnSequences
 
 
 class _Clamp(torch.autograd.Function):
-    """Clamp to `[0, high]`. Beyond a bound, only gradients that lead back to it pass, so that a
-    delay that an optimizer has moved too far can return."""
+    """Clamp to `[0, high]`, with the gradient of the identity: a delay that an optimizer has moved
+    too far can return, and the gradients of several calls add up to that of their sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, high: int) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.high = high
         return x.clamp(0, high)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        leads_out = ((x <= 0) & (gradient > 0)) | ((x >= ctx.high) & (gradient < 0))
-        return gradient.masked_fill(leads_out, 0.0), None
+        return gradient, None
 
 
 class _Delays(OnSequences):
@@ -61,7 +57,7 @@ class Delay(_Delays):
 
     Shapes: `x`, `y`: `[T, B, C, ...]` (inside `Temporal` `[T*B, C, ...]`), of any dtype of floating
     point; `delay`, a parameter: `[channels]`, in steps, initialized uniformly. A delay outside of
-    `[0, max_delay]` counts as the bound.
+    `[0, max_delay]` counts as the bound, and has the gradient of a delay there.
 
     Example::
 
@@ -125,7 +121,7 @@ class DelayedLinear(_Delays):
     of the dtype of the weights; the parameters `weight` and `delay`: `[out_features, in_features]`,
     `bias`: `[out_features]`; `sigma`, a buffer: a number of steps. Weights begin as those of
     `nn.Linear`, delays uniformly distributed. A delay outside of `[0, max_delay]` counts as the
-    bound.
+    bound, and has the gradient of a delay there.
 
     Example::
 

@@ -177,15 +177,42 @@ def test_recurrent_delays():
     torch.testing.assert_close(gradients(y, body, x), gradients(torch.stack(expected), body, x))
 
 
-def test_delays_beyond_a_bound_return():
-    layer = sf.Delay(3, 4)
-    for gradient, expected in ((1.0, [0, 1, 1]), (-1.0, [-1, -1, 0])):
-        with torch.no_grad():
-            layer.delay.copy_(torch.tensor([-0.5, 2.0, 4.5]))
-        assert layer.delays().tolist() == [0, 2, 4]
-        (layer.delays() * gradient).sum().backward()
-        assert layer.delay.grad.tolist() == expected
-        layer.delay.grad = None
+def test_gradients_at_and_beyond_a_bound():
+    """They pass, so that a delay returns, and those of several calls add up, in one backward or in
+    several."""
+    layer = sf.Delay(5, 4)
+    with torch.no_grad():
+        layer.delay.copy_(torch.tensor([-0.5, 0.0, 2.0, 4.0, 4.5]))
+    assert layer.delays().tolist() == [0, 0, 2, 4, 4]
+    sum(g * layer.delays().sum() for g in (3.0, -1.0)).backward()
+    for g in (-4.0, 1.0):
+        (g * layer.delays().sum()).backward()
+    assert layer.delay.grad.tolist() == [-1.0] * 5
+
+
+def test_gradients_of_recurrent_delays_at_a_bound():
+    """Those of a loop over time, in which a delay has gradients of both signs."""
+
+    class Body(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.delay = sf.Delay(C, 3)
+
+        def forward(self, now, before):
+            return torch.tanh(now + self.delay(before))
+
+    loop, x = sf.Loop(Body(), (C,)).double(), sequence(T, B, C)
+    torch.nn.init.constant_(loop.body.delay.delay, 3.0)
+    y = [torch.zeros(B, C, dtype=x.dtype)] * 4
+    d = torch.full((C,), 3.0, dtype=x.dtype, requires_grad=True)
+    for now in x:  # from y[t - 4], and y[t - 3] as the delay becomes shorter
+        y.append(torch.tanh(now + (d - 2) * y[-4] + (3 - d) * y[-3]))
+    expected = torch.stack(y[4:])
+    found = sf.Temporal(loop)(x)
+    assert torch.equal(found, expected)
+    weights = sequence(T, B, C).flip(0)
+    (gradient,) = torch.autograd.grad((found * weights).sum(), loop.parameters())
+    torch.testing.assert_close(gradient, torch.autograd.grad((expected * weights).sum(), d)[0])
 
 
 def test_a_delay_is_learned():
