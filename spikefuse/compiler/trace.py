@@ -57,6 +57,18 @@ class Step:
         rows = [ops.TABLE[node.op] for node in self.graph.nodes]
         return not any(row.discontinuous or row.result == "b" for row in rows)
 
+    @cached_property
+    def is_discrete(self) -> bool:
+        """Whether inputs and states reach the first output through comparisons and roundings only,
+        as they reach spikes, of any height."""
+        continuous = {*self.graph.inputs[: len(self.inputs) + len(self.states)]}
+        for node in self.graph.nodes:
+            is_jump = ops.TABLE[node.op].result == "b" or node.op in ("floor", "round")
+            # The condition of a `where` is a comparison.
+            if not is_jump and not continuous.isdisjoint(node.operands):
+                continuous.add(node.name)
+        return self.graph.outputs[0] not in continuous
+
     def without_unused(self, used: set[str]) -> Step:
         """Return the step without the parameters that are not in `used`."""
         fixed = len(self.inputs) + len(self.states)

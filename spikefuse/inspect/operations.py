@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import contextlib
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spikefuse._torch import TorchDispatchMode
 from spikefuse.nn.call import active
 from spikefuse.nn.delay import DelayedLinear
+from spikefuse.nn.nesting import map_tensors
 from spikefuse.nn.recurrent import Recurrent
-
-if TYPE_CHECKING:
-    from torch.utils.flop_counter import FlopCounterMode
 
 aten = torch.ops.aten
 
@@ -44,11 +44,35 @@ class Operations(NamedTuple):
         return Operations(*map(sum, zip(self, other, strict=True)))
 
 
+class _Weights(TorchDispatchMode):
+    """The parameters of a model, and what is computed from them alone, such as a masked weight."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        super().__init__()
+        self._parameters = {_address(p) for p in model.parameters()} if model else set()
+        self._computed: dict[int, Tensor] = {}  # held, so that no other tensor gets an address
+
+    def __contains__(self, x: Tensor) -> bool:
+        address = _address(x)
+        return address in self._parameters or address in self._computed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, tensors = func(*args, **(kwargs or {})), list[Tensor]()
+        map_tensors(tensors.append, (args, kwargs))
+        if isinstance(result, Tensor) and tensors:
+            if all(x in self for x in tensors):
+                self._computed[_address(result)] = result
+            else:  # an operation in place may have written other values to it
+                self._computed.pop(_address(result), None)
+        return result
+
+
+@contextlib.contextmanager
 def count_operations(
     found: Callable[[Tensor, Operations | None], None], model: nn.Module | None = None
-) -> FlopCounterMode:
-    """Return a context that calls `found(input, operations)` for every product that is computed in
-    it; `operations` is None if they are unknown.
+) -> Iterator[None]:
+    """Call `found(input, operations)` for every product that is computed in the context;
+    `operations` is None if they are unknown.
 
     Args:
         model: the parameters of this model are weights, which are not taken for spikes.
@@ -56,7 +80,7 @@ def count_operations(
     # Not at the top: importing it takes long.
     from torch.utils.flop_counter import FlopCounterMode
 
-    weights = {_address(p) for p in model.parameters()} if model else ()
+    weights = _Weights(model)
     counter = FlopCounterMode(display=False)
 
     def formula(count: Callable[..., Counted] | None) -> Callable[..., int]:
@@ -68,7 +92,8 @@ def count_operations(
 
     operators = {*counter.flop_registry, *_COUNTS, *_UNKNOWN}
     counter.flop_registry = {op: formula(_COUNTS.get(op)) for op in operators}
-    return counter
+    with weights, counter:
+        yield
 
 
 def is_ternary(x: Tensor) -> bool:
@@ -124,15 +149,17 @@ def delayed(layer: DelayedLinear, image: Tensor) -> Operations:
 Counted = tuple[Tensor, Operations]
 
 
-def _matmul(weights: Container[int], y: Tensor, input: Tensor, other: Tensor) -> Counted:
+def _matmul(weights: Container[Tensor], y: Tensor, input: Tensor, other: Tensor) -> Counted:
     """`input @ other`; an addition needs non-zero values of all operands that are spikes."""
     dense = float(y.numel() * input.shape[-1])
-    binary = [_address(x) not in weights and is_ternary(x) for x in (input, other)]
+    binary = [x not in weights and is_ternary(x) for x in (input, other)]
+    left = input.unsqueeze(0) if input.ndim == 1 else input
+    right = other.unsqueeze(-1) if other.ndim == 1 else other
+    if input in weights and other not in weights:
+        input = right.mT  # with the steps and samples first
     nonzero, inputs = float(input.count_nonzero()), float(input.numel())
     if not any(binary):
         return input, Operations(0.0, dense, dense, nonzero, inputs, float(y.numel()))
-    left = input.unsqueeze(0) if input.ndim == 1 else input
-    right = other.unsqueeze(-1) if other.ndim == 1 else other
     pairs = _terms(left, -2, binary[0]) * _terms(right, -1, binary[1])
     added = pairs.sum().item()
     return input, Operations(added, 0.0, dense, nonzero, inputs, float(y.numel()))
@@ -144,13 +171,13 @@ def _terms(x: Tensor, dim: int, is_binary: bool) -> Tensor:
     return values.sum(dim, dtype=torch.float64)
 
 
-def _added(weights: Container[int], y: Tensor, input: Tensor, *factors: Tensor) -> Counted:
+def _added(weights: Container[Tensor], y: Tensor, input: Tensor, *factors: Tensor) -> Counted:
     """`input` plus a product."""
     return _matmul(weights, y, *factors)
 
 
 def _convolution(
-    weights: Container[int], y: Tensor, input: Tensor, weight: Tensor, _: Any, *settings: Any
+    weights: Container[Tensor], y: Tensor, input: Tensor, weight: Tensor, _: Any, *settings: Any
 ) -> Counted:
     """Settings are stride, padding, dilation, whether it is transposed, and more, then groups."""
     *windows, transposed, _, groups = settings
@@ -181,7 +208,7 @@ def _readers(inputs: int, outputs: int, transposed: bool, window: Sequence[int])
 
 
 def _address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+    return x.untyped_storage().data_ptr() if x.layout == torch.strided else id(x)
 
 
 #: By operator, what returns its input and operations for (weights, result, arguments).

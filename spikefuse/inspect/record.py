@@ -21,7 +21,7 @@ from spikefuse.neurons.per_step import per_step_values
 from spikefuse.nn.call import Scan, active
 from spikefuse.nn.checkpoint import is_recomputed
 from spikefuse.nn.nesting import map_tensors
-from spikefuse.nn.neuron import never_fires, scan_neuron
+from spikefuse.nn.neuron import fires, scan_neuron
 from spikefuse.nn.readouts import valid
 from spikefuse.scan.layout import unflatten_steps
 from spikefuse.scan.records import Arguments, Results, Wanted
@@ -293,13 +293,14 @@ class _RecordObserver(ModuleObserver):
 
 
 def are_spikes(y: Tensor, neuron: nn.Module | None = None) -> bool:
-    """Whether outputs are spikes, whole numbers of a neuron that may fire, instead of potentials.
+    """Whether outputs are spikes, instead of potentials: by the step of the neuron, if it tells,
+    else whether they are whole numbers.
 
     Args:
         neuron: which has returned them, if it is known.
     """
-    is_readout = isinstance(neuron, Neuron) and never_fires(neuron)
-    return not is_readout and bool((y == y.round()).all())
+    known = fires(neuron) if isinstance(neuron, Neuron) else None
+    return bool((y == y.round()).all()) if known is None else known
 
 
 def firing_rate(*calls: Tensor) -> float:

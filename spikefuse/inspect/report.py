@@ -32,7 +32,7 @@ from spikefuse.inspect.operations import (
     num_steps,
 )
 from spikefuse.inspect.record import are_spikes
-from spikefuse.neurons.definition import Neuron
+from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron
 from spikefuse.nn.call import Scan, TemporalCall, active
 from spikefuse.nn.delay import DelayedLinear
 from spikefuse.nn.loop import Loop
@@ -422,14 +422,17 @@ class _Counter(ModuleObserver):
     ) -> Results[Tensor]:
         """Run a scan and count its spikes."""
         self._spiking = active.call  # also for a body through which the neuron feeds back
+        number = len(wanted.outputs)
+        if number:  # which may be without spikes
+            wanted = wanted._replace(outputs=(*wanted.outputs, FIRST_OUTPUT))
         results = super().scan(neuron, scan, arguments, wanted)
-        name, y = self.names.get(neuron, self.layer), results.outputs[0]
-        self._count_spikes(name, neuron, y)
+        y = results.outputs[number]
+        self._count_spikes(self.names.get(neuron, self.layer), neuron, y)
         layer = self.modules.get(self.layer)
         if isinstance(layer, Recurrent):
             start = None if arguments.states is None else arguments.states[-1]
-            self._add(self.layer, feedback(layer, results.outputs[0], start))
-        return results
+            self._add(self.layer, feedback(layer, y, start))
+        return results._replace(outputs=results.outputs[: number or None])
 
     def leave(self, module: nn.Module, output: Any) -> None:
         if isinstance(module, Loop | PSN):  # the neurons of a loop ran in calls of its steps

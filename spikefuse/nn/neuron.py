@@ -162,18 +162,20 @@ def refusal_of(neuron: Neuron) -> str:
     return ""
 
 
-def never_fires(neuron: Neuron) -> bool:
-    """Whether the step of a neuron is continuous, as that of a leaky integrator is, so that its
-    outputs are no spikes; False where kernels cannot run the neuron, and nothing is known."""
+def fires(neuron: Neuron) -> bool | None:
+    """Whether the first output of a neuron is spikes, of any height: True if it is a function of
+    comparisons and roundings of inputs and states, False if the step is continuous, as that of a
+    leaky integrator is; None of others, and where kernels cannot run the neuron."""
     cache = neuron.description().cache
-    if "never fires" not in cache:
+    if "fires" not in cache:
         definition = shallow_copy(neuron)
         definition.__dict__.update(_description=None, state_bits=0)  # rounded states do not count
         try:
-            cache["never fires"] = traced(definition).is_continuous
+            step = traced(definition)
+            cache["fires"] = step.is_discrete or (False if step.is_continuous else None)
         except NotImplementedError:
-            cache["never fires"] = False
-    result: bool = cache["never fires"]
+            cache["fires"] = None
+    result: bool | None = cache["fires"]
     return result
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.events.linear import InputActivity
-from spikefuse.neurons import Neuron
+from spikefuse.neurons import Neuron, RateIF
+from spikefuse.neurons.definition import channel_view
 from spikefuse.nn import Block, EventLinear, Events, Recurrent
-from spikefuse.nn.neuron import never_fires
+from spikefuse.nn.neuron import fires
 from spikefuse.train.processes import Processes
 
 
@@ -28,8 +29,9 @@ class RateMonitor:
         for name, module in net.named_modules():
             if not isinstance(module, Neuron | Block | Recurrent):
                 continue
-            if not never_fires(module if isinstance(module, Neuron) else module.neuron):
-                module.register_forward_hook(self._observe(name))
+            neuron = module if isinstance(module, Neuron) else module.neuron
+            if fires(neuron) is not False:
+                module.register_forward_hook(self._observe(name, neuron))
                 self.num_layers += 1
         net.register_forward_pre_hook(self._begin())
 
@@ -40,10 +42,13 @@ class RateMonitor:
 
         return hook
 
-    def _observe(self, name: str) -> Any:
+    def _observe(self, name: str, neuron: Neuron) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if _is_training(module):
                 spikes = output[0] if isinstance(output, tuple) else output
+                if isinstance(neuron, RateIF):  # whose spikes have the height of the threshold
+                    height = torch.as_tensor(neuron.values()["threshold"]).detach()
+                    spikes = spikes / channel_view("threshold", height, spikes.shape)
                 self.last.setdefault(name, []).append(spikes)
 
         return hook

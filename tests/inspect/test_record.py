@@ -56,6 +56,44 @@ def test_rates_are_those_of_spikes():
     assert record.rates == {"net.0": pytest.approx((spikes != 0).float().mean().item())}
 
 
+class Weighted(sf.Neuron):
+    """A neuron of a user whose spikes have the height of a weight."""
+
+    v = sf.State()
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight))
+
+    def step(self, x, v):
+        h = 0.5 * v + x
+        s = sf.surrogate.Sigmoid()(h - 1.0)
+        return self.weight * s, (h - s,)
+
+
+@pytest.mark.parametrize(
+    "neuron",
+    [
+        sf.RateIF(0.3),
+        sf.RateIF(torch.tensor([0.8, 0.7, 0.9, 1.2]), negative="always"),
+        Weighted(0.7),
+        Weighted([0.1, 0.2, 0.3, 0.4]),
+    ],
+)
+def test_rates_of_spikes_of_any_height(neuron):
+    torch.manual_seed(0)
+    net = sf.Temporal(nn.Sequential(nn.Linear(4, 4), neuron, nn.Linear(4, 2)))
+    x = 1.5 * torch.rand(9, 2, 4)
+    with sf.record(net) as record:
+        net(x)
+    expected = (record["net.1"]["spikes"] != 0).float().mean().item()
+    assert 0.05 < expected < 0.95
+    report = sf.report(net, [x])
+    assert record.rates == report.rates == {"net.1": pytest.approx(expected)}
+    row = next(row for row in report.layers if row.name == "net.1")
+    assert row.accesses.spike_writes == pytest.approx(expected * 9 * 4)
+
+
 class Leaky(sf.Neuron):
     """A leaky integrator of a user, whose steps are continuous."""
 

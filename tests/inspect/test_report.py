@@ -113,6 +113,23 @@ def test_a_network_by_hand() -> None:
     assert report.not_counted == ()
 
 
+def test_spikes_of_a_neuron_that_returns_others() -> None:
+    class Outputs(nn.Module):
+        def __init__(self, *names: str) -> None:
+            super().__init__()
+            self.lif, self.names = sf.LIF(threshold=0.5), names
+
+        def forward(self, x: Tensor) -> Tensor:
+            results = self.lif(x, outputs=self.names)
+            assert len(results) == len(self.names)
+            return results[0]
+
+    x = torch.rand(T, B, 4)
+    for names in (("h",), ("v", "spikes"), ("spikes", "v")):
+        report = sf.report(sf.Temporal(Outputs(*names)), [x])
+        assert report.rates == {"net.lif": pytest.approx(sf.LIF(threshold=0.5)(x).mean().item())}
+
+
 def test_estimates(tmp_path: Path) -> None:
     net = sf.Temporal(nn.Sequential(sf.LIF(threshold=0.3), nn.Linear(20, 30), sf.LI()))
     report = sf.report(net, [torch.rand(T, B, 20)])
@@ -372,6 +389,65 @@ def test_weights_are_not_spikes() -> None:
     x = torch.rand(T, B, 4)
     found = rows(sf.report(net, [x]))
     assert found["net"].accumulates == net.net.lif(x).sum().item() * 6 / B > 0
+
+
+class Masked(nn.Module):
+    """A linear layer that computes `W x`, and may mask `W`."""
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6, 4))
+        self.masked = masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.tril(9) if self.masked else self.weight
+        return torch.mm(weight, x.t()).t()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("values", ["spikes", "numbers", "constant"])
+def test_a_weight_on_the_left_of_a_product(masked: bool, values: str) -> None:
+    """The report is that of the same layer with its weight on the right."""
+    torch.manual_seed(0)
+    layer, linear = Masked(masked), nn.Linear(4, 6, bias=False)
+    x = spikes(T, B, 4) if values == "spikes" else torch.rand(T, B, 4)
+    if values == "constant":
+        x = x[:1].expand(T, B, 4)
+    reports = [sf.report(sf.Temporal(nn.Sequential(m, sf.LIF())), [x]) for m in (layer, linear)]
+    found, expected = (rows(report)["net.0"] for report in reports)
+    assert found.multiplies == (
+        0 if values == "spikes" else 24 * (1 if values == "constant" else T)
+    )
+    for name in ("accumulates", "multiplies", "ann", "nonzero", "accesses", "ann_accesses"):
+        assert getattr(found, name) == getattr(expected, name), name
+
+
+@pytest.mark.parametrize("order", [None, 2])
+def test_parallel_neurons_read_spikes(order: int | None) -> None:
+    torch.manual_seed(0)
+    net = sf.Temporal(nn.Sequential(sf.LIF(threshold=0.4), sf.PSN(T, order)))
+    x = torch.rand(T, B, 4)
+    s = net.net[0](x)
+    found = rows(sf.report(net, [x]))["net.1"]
+    assert found.nonzero == pytest.approx(s.mean().item())
+    assert found.accesses.spike_reads == s.sum().item() / B > 0
+    assert found.accumulates == s.sum().item() * T / B
+
+
+def test_a_buffer_of_the_type_of_a_weight_is_no_weight() -> None:
+    class Buffered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(4, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            buffer = self.weight.new_empty(x.shape)
+            buffer[:] = x
+            return buffer @ self.weight
+
+    x = spikes(T, B, 4)
+    found = rows(sf.report(sf.Temporal(nn.Sequential(Buffered(), sf.LIF())), [x]))["net.0"]
+    assert (found.accumulates, found.multiplies) == (x.sum().item() * 6 / B, 0)
 
 
 def test_unknown_operations_are_named() -> None:

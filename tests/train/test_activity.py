@@ -189,6 +189,22 @@ def test_rates_count_spikes_of_either_sign():
     assert penalty.item() == pytest.approx(spikes.abs().mean().item())
 
 
+@pytest.mark.parametrize("threshold", [0.1, [0.1, 0.2, 0.5, 2.0]])
+def test_the_height_of_spikes_does_not_matter_to_the_penalty(threshold):
+    torch.manual_seed(0)
+    if isinstance(threshold, list):
+        threshold = torch.tensor(threshold)
+    neuron = sf.RateIF(threshold, negative="always")
+    net = nn.Sequential(nn.Conv2d(2, 4, 1), neuron)
+    rates = RateMonitor(net)
+    spikes = sf.Temporal(net)(torch.randn(5, 3, 2, 6, 6))
+    assert spikes.min() < 0
+    penalty = rates.penalty()
+    assert penalty.item() == pytest.approx(spikes.count_nonzero().item() / spikes.numel())
+    penalty.backward()
+    assert net[0].weight.grad.any()
+
+
 class Shared(nn.Module):
     """Calls one neuron on inputs of two sizes."""
 
