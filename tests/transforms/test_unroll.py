@@ -48,6 +48,37 @@ def test_outputs_are_equal_and_spikes_binary() -> None:
     assert net.net.first[1].bias is not binary.net.net.first[1].bias
 
 
+def test_what_is_recorded_and_reported_is_binary() -> None:
+    torch.manual_seed(0)
+    layers = (
+        nn.Linear(6, 8),
+        sf.IntegerLIF(levels=3),
+        nn.Linear(8, 4),
+        sf.IntegerLIF(0.5, 0.2, levels=3),
+    )
+    net, x = sf.Temporal(nn.Sequential(*layers)).eval(), 4 * torch.rand(5, 2, 6)
+    binary = sf.unroll_integer_spikes(net, x)
+    with sf.record(net, states=("spikes", "v")) as before:
+        net(x)
+    with sf.record(binary, states=("spikes", "v")) as after:
+        binary(x)
+    report, rates = sf.report(binary, [x]), {}
+    for name in ("net.1", "net.3"):
+        integers, v = before[name]["spikes"], before[name]["v"]
+        found = after[f"net.{name}.neuron"]
+        assert integers.max() > 1
+        steps = [integers > i for i in range(3)]
+        assert torch.equal(found["spikes"], torch.stack(steps, 1).flatten(0, 1).float())
+        torch.testing.assert_close(found["v"], v.repeat_interleave(3, 0))
+        rates[f"net.{name}.neuron"] = pytest.approx(found["spikes"].mean().item())
+    assert report.rates == after.rates == rates
+    rows = {row.name: row for row in report.layers}
+    spikes = before["net.1"]["spikes"].sum().item() / 2
+    assert rows["net.net.1.neuron"].accesses.spike_writes == spikes
+    assert rows["net.net.2"].accesses.spike_reads == spikes
+    assert sf.explain(binary, x, time=False).saved is not None
+
+
 def test_other_networks_are_refused() -> None:
     torch.manual_seed(0)
     x = torch.rand(2, 3, 4)
