@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+from torch import nn
+
+from spikefuse.neurons import Neuron
 from spikefuse.train import choices, own
 from spikefuse.train.choices import EVENT_MODEL
 from spikefuse.train.tasks import TASKS
@@ -170,6 +173,26 @@ def ignored_neuron(config: TrainConfig) -> Iterator[str]:
         if f.name in choices.OF_NEURONS and getattr(config, f.name) != default:
             why = f"{config.model} does not call its argument neuron"
             yield f"{f.name} is given, but {why}: call it there, or remove the option"
+
+
+def constant_norm(config: TrainConfig, net: nn.Module, processes: int) -> Iterator[str]:
+    """Yield what is wrong if a batch norm reads the same values in each step of a single image,
+    which it makes zeros."""
+    if config.sync_batch_norm:
+        processes = 1
+    examples = config.batch_size // processes // config.accumulate
+    if examples > 1 or config.data.kind != "images" or config.encoding != "direct":
+        return
+    # Convolutions over positions have several values; after a neuron, steps differ.
+    kinds = Neuron, nn.Conv1d, nn.BatchNorm1d
+    first = next((m for m in net.modules() if isinstance(m, kinds)), None)
+    if isinstance(first, nn.BatchNorm1d):
+        yield (
+            f"batch_size is {config.batch_size}, accumulate {config.accumulate}, with {processes} "
+            f"processes, which leaves one image at a time: a batch norm of {config.model} needs at "
+            "least two, as an image is the same in all steps, so change one of them, or choose "
+            "encoding poisson"
+        )
 
 
 def _training_conflicts(config: TrainConfig) -> Iterator[str]:

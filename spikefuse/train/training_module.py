@@ -22,7 +22,7 @@ from spikefuse.train.activity import ActivityMonitor, RateMonitor
 from spikefuse.train.batches import WHOLE, Batch
 from spikefuse.train.checkpoint import KEY, EpochMetrics, entry, same_types
 from spikefuse.train.config import TrainConfig
-from spikefuse.train.conflicts import ignored_neuron
+from spikefuse.train.conflicts import constant_norm, ignored_neuron
 from spikefuse.train.extras import optional_callbacks
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.optimize import learning_rate
@@ -69,6 +69,9 @@ class TrainingModule(pl.LightningModule):
         reseed(config.seed, Purpose.WEIGHTS)
         self.neurons_made = 0
         self.net = self.make_network()
+        if self._encodes:
+            for conflict in constant_norm(config, self.net, self.processes.data):
+                raise ConfigError(conflict)
         self._axis: DeviceMesh | None = None
         self.activity = ActivityMonitor(self.net.net, config.capacity)
         self._rates = RateMonitor(self.net.net) if config.rate_penalty else None
@@ -310,10 +313,15 @@ class TrainingModule(pl.LightningModule):
         self.activity.count()
         return loss, predictions, labels[share]
 
+    @property
+    def _encodes(self) -> bool:
+        """Whether `encode` is ours, not one of the user's."""
+        return getattr(self.encode, "__func__", None) is TrainingModule.encode
+
     def _check_inputs(self, inputs: Tensor) -> None:
         """Raise ConfigError for images that are scaled already: `encode` divides them by 255."""
-        if getattr(self.encode, "__func__", None) is not TrainingModule.encode:
-            return  # one of the user's, whose inputs may be of any type
+        if not self._encodes:
+            return  # inputs may be of any type
         if self.config.data.kind == "images" and inputs.is_floating_point():
             raise ConfigError(
                 f"the images are {inputs.dtype}: expected bytes, torch.uint8, which `encode` "

@@ -67,6 +67,31 @@ def events(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return name
 
 
+@pytest.mark.parametrize(
+    ("options", "processes"),
+    [
+        ({"batch_size": 1}, 1),
+        ({"batch_size": 8, "accumulate": 8}, 1),
+        ({"batch_size": 8, "accumulate": 4}, 2),
+    ],
+)
+def test_a_norm_of_one_image_is_refused(options: dict[str, Any], processes: int) -> None:
+    """Its steps are the same, so that the norm of a linear layer would be 0."""
+    started = Processes(count=processes)
+    wanted = "which leaves one image at a time: a batch norm of mlp needs at least two"
+    mlp = dataclasses.replace(CONFIG, **options)
+    with pytest.raises(ConfigError, match=wanted):
+        TrainingModule(mlp, started)
+    for other in ({"encoding": "poisson"}, {"model": "conv"}, {"batch_size": 16}):
+        TrainingModule(dataclasses.replace(mlp, **other), started)
+
+    class Own(TrainingModule):
+        def encode(self, inputs: Any, share: slice = slice(None)) -> Any:
+            raise NotImplementedError
+
+    Own(mlp, started)
+
+
 @pytest.mark.usefixtures("drawn")
 def test_a_run_on_event_data(spikefuse: Spikefuse, tmp_path: Path, events: str) -> None:
     options = "--model mlp -T 5 --epochs 8 --batch-size 20 --device cpu --lr 0.01"
