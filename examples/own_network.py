@@ -44,7 +44,7 @@ class OwnModule(TrainingModule):
         schedule = torch.optim.lr_scheduler.OneCycleLR(  # recorded steps need constant momentum
             optimizer, 1e-2, steps, cycle_momentum=False
         )
-        return [optimizer], [schedule]
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 class Net(nn.Module):

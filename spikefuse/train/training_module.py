@@ -189,9 +189,10 @@ class TrainingModule(pl.LightningModule):
         """Create the optimizer of `config`, whose schedule sets its learning rate at each step.
 
         A subclass may return one optimizer of its own, alone for that schedule, or with schedulers
-        in a form that Lightning accepts, which then step after each optimizer step. The schedule
-        sets `config.lr`; a group of parameters with a learning rate of its own keeps the ratio of
-        that rate to the optimizer's.
+        in a form that Lightning accepts: they step after each epoch, or with `"interval": "step"`
+        after each optimizer step, once in `"frequency"` of them. The schedule sets `config.lr`; a
+        group of parameters with a learning rate of its own keeps the ratio of that rate to the
+        optimizer's.
         """
         return optimize.make_optimizer(self.config, self, self.device)
 
@@ -237,6 +238,12 @@ class TrainingModule(pl.LightningModule):
                 "configure_optimizers has returned ReduceLROnPlateau, which needs a metric: keep "
                 "it as an attribute, and call its step in on_validation_epoch_end"
             )
+        for scheduler in self.trainer.lr_scheduler_configs:
+            if scheduler.interval not in ("step", "epoch"):
+                raise ConfigError(
+                    f"configure_optimizers has returned a scheduler with interval "
+                    f"{scheduler.interval!r}: expected 'step' or 'epoch'"
+                )
         if not self.config.graph_obstacle(self.device, self.processes.count):
             self.graph = graph_step(
                 self._step,
@@ -285,8 +292,7 @@ class TrainingModule(pl.LightningModule):
             optimizer._on_before_step()  # type: ignore[union-attr]
             loss, predictions, shown = self.graph(inputs, labels)
             optimizer._on_after_step()  # type: ignore[union-attr]
-        for scheduler in schedulers:
-            scheduler.step()
+        self._step_schedulers(batch_idx)
         self.totals.add(predictions, shown, loss)
         if self.processes.count > 1 and (self.global_step % LOG_EVERY_STEPS) == 0:
             loss = self.processes.sum(loss) / self.processes.count
@@ -374,6 +380,15 @@ class TrainingModule(pl.LightningModule):
         """Return the schedulers of a subclass."""
         schedulers = self.lr_schedulers()  # None, one, or a list
         return schedulers if isinstance(schedulers, list) else [schedulers] if schedulers else []
+
+    def _step_schedulers(self, batch_idx: int) -> None:
+        """Step the schedulers of a subclass after an optimizer step, as Lightning says."""
+        is_last = batch_idx + 1 == int(self.trainer.num_training_batches)
+        done = {"step": batch_idx + 1, "epoch": self.current_epoch + 1 if is_last else 0}
+        for config in self.trainer.lr_scheduler_configs:
+            number = done[config.interval]
+            if number and number % config.frequency == 0:
+                config.scheduler.step()  # type: ignore[call-arg]
 
     def images_per_second(self) -> float:
         """Return the training speed of all processes since the epoch began or was resumed."""

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import numpy as np
@@ -269,11 +269,13 @@ class Stepped(TrainingModule):
     """Halves its learning rate after each step, and doubles its loss."""
 
     rates: list[float]
+    when: ClassVar[dict[str, Any]] = {"interval": "step"}
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 1.0)
         self.rates = []
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+        halving = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [{"scheduler": halving, **self.when}]
 
     def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         assert outputs.shape == (2, 256, 10)
@@ -303,6 +305,45 @@ def test_a_subclass_in_a_trainer_of_its_own() -> None:
     (tested,) = fit.test(module, datamodule=examples, verbose=False)
     found = evaluate(module.net, examples.test, CONFIG, module.device, Processes())
     assert tested == pytest.approx({f"test_{name}": value for name, value in found.items()})
+
+
+@pytest.mark.parametrize(
+    ("when", "halvings"),
+    [
+        ({}, [0] * 5 + [1] * 5),  # after an epoch, as in Lightning
+        ({"interval": "epoch"}, [0] * 5 + [1] * 5),
+        ({"frequency": 2}, [0] * 10),
+        ({"interval": "step", "frequency": 2}, [0, 0, 1, 1, 2, 2, 2, 3, 3, 4]),
+    ],
+)
+def test_schedulers_step_when_lightning_steps_them(
+    when: dict[str, Any], halvings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stepped, "when", when)
+    module = Stepped(CONFIG)
+    trainer().fit(module, datamodule=DataModule(CONFIG))
+    assert module.rates == [0.5**n for n in halvings]
+
+    class Automatic(pl.LightningModule):
+        """What Lightning itself does."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.rates = torch.nn.Linear(1, 1), list[float]()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 1.0)
+            halving = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            return [optimizer], [{"scheduler": halving, **when}]
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.rates.append(self.optimizers().param_groups[0]["lr"])
+            loss: torch.Tensor = self.layer(batch[0]).sum()
+            return loss
+
+    expected = Automatic()
+    trainer().fit(expected, DataLoader(TensorDataset(torch.zeros(5, 1))))
+    assert module.rates == expected.rates
 
 
 @pytest.mark.parametrize("limit", [4, 0.7])
@@ -409,7 +450,14 @@ def test_optimizers_that_the_step_cannot_use() -> None:
             optimizer = torch.optim.SGD(self.parameters(), 0.1)
             return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
 
-    for kind, message in ((Two, "returned 2 optimizers: expected one"), (Plateau, "needs a metr")):
+    class Batch(Stepped):
+        when: ClassVar[dict[str, Any]] = {"interval": "batch"}
+
+    for kind, message in (
+        (Two, "returned 2 optimizers: expected one"),
+        (Plateau, "needs a metr"),
+        (Batch, "a scheduler with interval 'batch': expected 'step' or 'epoch'"),
+    ):
         with pytest.raises(ConfigError, match=message):
             trainer().fit(kind(CONFIG), datamodule=DataModule(CONFIG))
 
