@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect import plots
-from spikefuse.inspect.energy import Accesses, Hardware, Memory, as_dict, estimate
+from spikefuse.inspect.energy import HARDWARE, Accesses, Hardware, Memory, as_dict, estimate
 from spikefuse.inspect.explain import explain
 from spikefuse.inspect.explanation import in_bytes, in_joules, label, with_unit
 from spikefuse.inspect.observer import ModuleObserver, own_parameters, unchanged
@@ -41,8 +41,6 @@ from spikefuse.nn.recurrent import Recurrent
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.transforms.tables import aligned
 
-#: Joules per operation of 32-bit floating point in 45 nm: an addition, and with a multiplication.
-ACCUMULATE_JOULES, MULTIPLY_JOULES = 0.9e-12, 4.6e-12
 LIMITS = (
     "per sample, over all time steps. rate: share of the neurons that fire in a step; dead and "
     "saturated: shares that never fire, and that fire at every step of every sample",
@@ -295,9 +293,8 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
     product of two tensors of spikes, a term counts if both values are not 0. A `DelayedLinear` in
     evaluation mode has one weight for each synapse, in training mode one for each delay.
 
-    The estimated energy is 0.9 pJ per accumulate and 4.6 pJ per multiply-accumulate. The
-    report compares it with the same network without spikes, which runs each layer once per sample
-    and needs multiply-accumulates only.
+    The estimated energy, of 0.9 pJ per accumulate and 4.6 pJ per multiply-accumulate, is compared
+    with that of the same network without spikes: one multiply-accumulate each, in one step.
 
     Args:
         net: a `Temporal`, or a network that contains one; it runs in the mode that it is in, so
@@ -422,10 +419,9 @@ class _Counter(ModuleObserver):
     ) -> Results[Tensor]:
         """Run a scan and count its spikes."""
         self._spiking = active.call  # also for a body through which the neuron feeds back
-        number = len(wanted.outputs)
-        if number:  # which may be without spikes
-            wanted = wanted._replace(outputs=(*wanted.outputs, FIRST_OUTPUT))
-        results = super().scan(neuron, scan, arguments, wanted)
+        number = len(wanted.outputs)  # which may be without spikes
+        outputs = (*wanted.outputs, FIRST_OUTPUT) if number else ()
+        results = super().scan(neuron, scan, arguments, wanted._replace(outputs=outputs))
         y = results.outputs[number]
         self._count_spikes(self.names.get(neuron, self.layer), neuron, y)
         layer = self.modules.get(self.layer)
@@ -496,7 +492,8 @@ class _Counter(ModuleObserver):
 
 
 def _energy(accumulates: float, multiplies: float) -> float:
-    return ACCUMULATE_JOULES * accumulates + MULTIPLY_JOULES * multiplies
+    hardware = HARDWARE["45nm-float32"]
+    return hardware.accumulate * accumulates + hardware.multiply * multiplies
 
 
 def _number(number: float) -> str:

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from spikefuse.nn import Events, parameter_groups
 from spikefuse.train import choices
 from spikefuse.train.config import TrainConfig
+from spikefuse.train.fields import ConfigError
 
 MOMENTUM = 0.9
 # Of the one-cycle schedule: the highest learning rate over the first, and the first over the last.
@@ -206,6 +209,34 @@ def check_rate(optimizer: Optimizer, rate: float) -> None:
             "return a scheduler with the optimizer",
             stacklevel=2,
         )
+
+
+def check_schedulers(schedulers: Sequence[LRSchedulerConfig]) -> None:
+    """Raise a ConfigError for schedulers that `step_schedulers` cannot step."""
+    for config in schedulers:
+        if isinstance(config.scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                "configure_optimizers has returned ReduceLROnPlateau, which needs a metric: keep "
+                "it as an attribute, and call its step in on_validation_epoch_end"
+            )
+        if config.interval not in ("step", "epoch"):
+            raise ConfigError(
+                f"configure_optimizers has returned a scheduler with interval {config.interval!r}: "
+                "expected 'step' or 'epoch'"
+            )
+
+
+def step_schedulers(schedulers: Sequence[LRSchedulerConfig], batch: int, epoch: int | None) -> None:
+    """Step schedulers after an optimizer step, as Lightning does.
+
+    Args:
+        batch: the index of the batch in its epoch.
+        epoch: the index of the epoch, if the batch is its last one.
+    """
+    for config in schedulers:
+        index = batch if config.interval == "step" else epoch
+        if index is not None and (index + 1) % config.frequency == 0:
+            config.scheduler.step()  # type: ignore[call-arg]
 
 
 def set_learning_rate(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from spikefuse import data
 from spikefuse.distributed import gather_steps, shard_time
@@ -233,17 +232,7 @@ class TrainingModule(pl.LightningModule):
 
     def on_train_start(self) -> None:
         optimize.adapt_state(self._optimizer())
-        if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers()):
-            raise ConfigError(
-                "configure_optimizers has returned ReduceLROnPlateau, which needs a metric: keep "
-                "it as an attribute, and call its step in on_validation_epoch_end"
-            )
-        for scheduler in self.trainer.lr_scheduler_configs:
-            if scheduler.interval not in ("step", "epoch"):
-                raise ConfigError(
-                    f"configure_optimizers has returned a scheduler with interval "
-                    f"{scheduler.interval!r}: expected 'step' or 'epoch'"
-                )
+        optimize.check_schedulers(self.trainer.lr_scheduler_configs)
         if not self.config.graph_obstacle(self.device, self.processes.count):
             self.graph = graph_step(
                 self._step,
@@ -292,7 +281,9 @@ class TrainingModule(pl.LightningModule):
             optimizer._on_before_step()  # type: ignore[union-attr]
             loss, predictions, shown = self.graph(inputs, labels)
             optimizer._on_after_step()  # type: ignore[union-attr]
-        self._step_schedulers(batch_idx)
+        num = int(self.trainer.num_training_batches)
+        epoch = self.current_epoch if batch_idx + 1 == num else None
+        optimize.step_schedulers(self.trainer.lr_scheduler_configs, batch_idx, epoch)
         self.totals.add(predictions, shown, loss)
         if self.processes.count > 1 and (self.global_step % LOG_EVERY_STEPS) == 0:
             loss = self.processes.sum(loss) / self.processes.count
@@ -380,15 +371,6 @@ class TrainingModule(pl.LightningModule):
         """Return the schedulers of a subclass."""
         schedulers = self.lr_schedulers()  # None, one, or a list
         return schedulers if isinstance(schedulers, list) else [schedulers] if schedulers else []
-
-    def _step_schedulers(self, batch_idx: int) -> None:
-        """Step the schedulers of a subclass after an optimizer step, as Lightning says."""
-        is_last = batch_idx + 1 == int(self.trainer.num_training_batches)
-        done = {"step": batch_idx + 1, "epoch": self.current_epoch + 1 if is_last else 0}
-        for config in self.trainer.lr_scheduler_configs:
-            number = done[config.interval]
-            if number and number % config.frequency == 0:
-                config.scheduler.step()  # type: ignore[call-arg]
 
     def images_per_second(self) -> float:
         """Return the training speed of all processes since the epoch began or was resumed."""

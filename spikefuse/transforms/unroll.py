@@ -7,12 +7,9 @@ from torch import Tensor, nn
 
 from spikefuse._torch import children_of
 from spikefuse.neurons.checks import check_tensor
-from spikefuse.neurons.definition import FIRST_OUTPUT
 from spikefuse.neurons.integer_lif import IntegerLIF
-from spikefuse.nn.neuron import call_neuron, scan_neuron
-from spikefuse.nn.symbolic import leaf
 from spikefuse.nn.temporal import Temporal
-from spikefuse.scan.records import Arguments, Results, Wanted
+from spikefuse.nn.virtual_steps import VirtualSteps
 from spikefuse.transforms.copies import copied
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
@@ -80,7 +77,7 @@ class _Unrolled(nn.Module):
         for module in list(net.modules()):
             for name, child in children_of(module).items():
                 if isinstance(child, IntegerLIF):
-                    setattr(module, name, _Neuron(child, levels))
+                    setattr(module, name, VirtualSteps(child, levels))
             shares = [module.bias] if isinstance(module, (*_LINEAR, *_BATCH_NORMS)) else []
             if isinstance(module, _BATCH_NORMS):
                 shares.append(module.running_mean)
@@ -93,33 +90,6 @@ class _Unrolled(nn.Module):
         steps[:, 0] = x
         y: Tensor = self.net(steps.flatten(0, 1), impl=impl)
         return y.unflatten(0, (len(x), self.levels)).sum(1)
-
-
-class _Neuron(nn.Module):
-    """An `IntegerLIF` whose inputs and outputs are spread over virtual time steps."""
-
-    def __init__(self, neuron: IntegerLIF, levels: int) -> None:
-        super().__init__()
-        self.neuron, self.levels = neuron, levels
-
-    @leaf
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = call_neuron(self.neuron, self.scan, Arguments([x]), Wanted())
-        return y
-
-    def scan(self, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
-        """Run the neuron on the sums of virtual steps, which all have the states after them."""
-        (x,) = arguments.inputs  # whose last virtual steps may be missing
-        sums = torch.stack([steps.sum(0) for steps in x.split(self.levels)])
-        results = scan_neuron(self.neuron, arguments._replace(inputs=[sums]), wanted)
-        number = torch.arange(self.levels, device=x.device).view(-1, *(1,) * (x.ndim - 1))
-        spread = []
-        for name, y in zip(wanted.outputs or (FIRST_OUTPUT,), results.outputs, strict=True):
-            steps = y.unsqueeze(1).expand(-1, self.levels, *y.shape[1:])
-            if name in ("spikes", FIRST_OUTPUT):
-                steps = (steps > number).to(x.dtype)
-            spread.append(steps.flatten(0, 1)[: len(x)])
-        return results._replace(outputs=spread)
 
 
 @torch.no_grad()
