@@ -185,7 +185,9 @@ def from_rest(neuron: Neuron, arguments: Arguments[Tensor]) -> Arguments[Tensor]
     is_first = passing is None or passing.is_first
     if not neuron.has_first_states or arguments.states is not None or not is_first:
         return arguments
-    like = torch.empty_like(arguments.inputs[0][0], dtype=torch.float32)
+    x = arguments.inputs[0]
+    # Not like a step of x, which a graph would read once more, so that no norm before is fused.
+    like = torch.empty(x.shape[1:], dtype=torch.float32, device=x.device)
     return arguments._replace(states=first_states(neuron, neuron.values(), like))
 
 

@@ -129,6 +129,29 @@ def test_biases_of_convolutions(name: str) -> None:
     assert found == (biases, norms)
 
 
+class Rested(sf.Neuron):
+    v = sf.State("rest")
+
+    def __init__(self, rest: float | Tensor) -> None:
+        super().__init__()
+        self.rest, self.surrogate = rest, sf.surrogate.Arctan()
+
+    def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+        h = v + 0.5 * (x - v)
+        s = self.surrogate(h - 1.0)
+        return s, (h - s,)
+
+
+@pytest.mark.parametrize("rest", [0.4, nn.Parameter(torch.linspace(-0.5, 0.5, 6))])
+def test_neurons_whose_first_state_an_attribute_holds(rest: float | Tensor) -> None:
+    net = Net(lambda n, x: n.lif(n.bn(n.first(x))))
+    net.lif = Rested(rest)
+    fused = compare(sf.Temporal(net), torch.randn(4, 3, 6))
+    assert fused.fusion.fused == (Place("net.bn", "net.lif"),)
+    fused(torch.randn(4, 5, 6))  # captures a graph for batches of any size
+    assert fused.fusion.fused == (Place("net.bn", "net.lif"),)
+
+
 class OverSteps(nn.Module):
     """A layer whose channels are the time steps, as in temporal attention, before a neuron."""
 
