@@ -54,6 +54,8 @@ def read_events(path: Path, sensor: str | None = None, size: int | None = None) 
         p = np.where(p == -1, 0, p)
     if not len(t):
         raise _unsuitable(path, "it has no event")
+    if t.dtype.kind in "ib":  # whose differences may not fit into the same type
+        t = t.astype(np.int64)
     if sensor is not None and (x.max() >= width or y.max() >= height):
         raise DataError(
             f"{path} has an event at column {x.max():g} or row {y.max():g}, outside of the sensor "
@@ -79,7 +81,9 @@ def _parse(sensor: str | None) -> Sensor | None:
         return None
     match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", str(sensor))
     if match is None:
-        raise DataError(f"sensor is {sensor!r}: expected columns and rows, such as 346x260")
+        raise DataError(
+            f"sensor is {sensor!r}: expected columns and rows, such as the string '346x260'"
+        )
     return int(match[1]), int(match[2])
 
 

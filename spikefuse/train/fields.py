@@ -109,10 +109,12 @@ def _shown(value: Any) -> str:
 def check(name: str, value: Any, kind: type, allowed: Any) -> None:
     """Raise ConfigError unless a value is of this kind, and `allowed` as in `option`."""
     if kind is str:
-        if not isinstance(value, str) or (allowed is not None and value not in allowed):
+        if allowed is None and not isinstance(value, str):
+            raise ConfigError(f"{name} is {_shown(value)}: expected a string")
+        if allowed is not None and (not isinstance(value, str) or value not in allowed):
             word = value.lower() if isinstance(value, str) else ""
-            begun = [name for name in allowed or () if word and name.startswith(word)]
-            near = begun or difflib.get_close_matches(word, allowed or (), 1)
+            begun = [name for name in allowed if word and name.startswith(word)]
+            near = begun or difflib.get_close_matches(word, allowed, 1)
             hint = f"did you mean {near[0]}? " if near else ""
             if name == "dataset" and word and (os.sep in value or os.path.isdir(value)):
                 options = f"--dataset folder --data-dir {shlex.quote(value)}"

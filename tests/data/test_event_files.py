@@ -53,6 +53,17 @@ TELLING = [".aedat4", ".raw", ".dat", ".es"]
 OTHERS = [".npz", ".npy", ".csv", ".h5", ".hdf5", ".bin", ".aedat"]
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint8", "uint64", "bool", "float32"])
+def test_times_of_any_type(tmp_path: Path, dtype: str) -> None:
+    """The difference of two times may need more bits than each."""
+    first, last = (0, 1)
+    if dtype not in ("bool", "float32"):
+        first, last = np.iinfo(dtype).min, min(np.iinfo(dtype).max, 2**40 - 1)
+    times = np.array([first, last], dtype)
+    np.savez(tmp_path / "a.npz", x=[0, 1], y=[2, 3], p=[0, 1], t=times)
+    assert read_events(tmp_path / "a.npz", "40x30").t.tolist() == [0, last - first]
+
+
 @pytest.mark.parametrize("ending", TELLING + OTHERS)
 def test_reads_what_was_written(tmp_path: Path, ending: str) -> None:
     path = write(tmp_path / f"a{ending}")
@@ -228,7 +239,8 @@ def test_the_sensor_must_be_known_and_fit(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match="sensor is '40': expected columns and rows, such as"):
         read_events(path, "40")
     with pytest.raises(
-        data.DataError, match=r"sensor is \(40, 30\): expected columns and rows, suc"
+        data.DataError,
+        match=r"sensor is \(40, 30\): expected columns and rows, such as the string '346x260'",
     ):
         read_events(path, (40, 30))
     with pytest.raises(data.DataError, match=r"event at column 39 .*, outside of the sensor 30x40"):

@@ -82,6 +82,7 @@ WRONG = [
     ({"model": ["mlp"]}, "unknown model ['mlp']: choose one of mlp"),
     ({"dataset": {}}, "unknown dataset {}: choose one of digits"),
     ({"encoding": b"x" * 500}, "unknown encoding b'xxx"),
+    ({"dataset": "events", "sensor": (346, 260)}, "sensor is (346, 260): expected a string"),
     ({"lr": [1]}, "lr is [1]: expected a number"),
     ({"lr": 10**400}, "lr is a number of 1329 bits: expected a number"),
     ({"lr": -(10**5000)}, "lr is a number of 16610 bits: expected a number"),
