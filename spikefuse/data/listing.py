@@ -187,6 +187,12 @@ def _subfolders(folder: Path) -> list[str]:
     return sorted(name for name in names if not name.startswith((".", "__")))
 
 
+def _columns(delimiter: str, found: Sequence[str]) -> str:
+    between = "tabs" if delimiter == "\t" else "commas"
+    names = f"one column, {found[0]!r}" if len(found) == 1 else ", ".join(map(repr, found))
+    return f"the columns file and label, with {between} between: found {names}"
+
+
 def _read_table(
     path: Path, delimiter: str, folder: Path, known: Sequence[str] | None
 ) -> dict[Path, str]:
@@ -213,7 +219,7 @@ def _read_table(
             name, label = (cells[i] if i < len(cells) else "" for i in columns)
             file = folder / name
             if ".." in file.parts or not file.is_relative_to(folder) or not file.is_file():
-                hint = ", or name the columns file and label" if i == 0 else ""
+                hint = f", or name {_columns(delimiter, cells)}" if i == 0 else ""
                 raise DataError(f"{at}: {name!r} is not a file in {folder}: correct it{hint}")
             if not label or label not in (known or [label]):
                 such = f" of training, such as {known[0]}" if known else ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -166,7 +167,10 @@ def load(
             download failed.
     """
     found = _find(dataset, transform)
-    return found.read(_directory(dataset, directory), download, **found.transform)
+    directory = _directory(dataset, directory)
+    names = "directory", "download"
+    _check_takes(f"the read of {found.name}", found.read, names, found.transform)
+    return found.read(directory, download, **found.transform)
 
 
 def describe(name: str, directory: str | Path | None = None, **transform: Any) -> Dataset:
@@ -181,7 +185,10 @@ def describe(name: str, directory: str | Path | None = None, **transform: Any) -
     found = _find(name, transform)
     if found.describe is None:
         return found
-    return found.describe(_directory(name, directory), **found.transform)
+    directory = _directory(name, directory)
+    what = f"the describe of {found.name}"
+    _check_takes(what, found.describe, ("directory",), found.transform)
+    return found.describe(directory, **found.transform)
 
 
 def read_file(dataset: str | Dataset, path: str | Path, **transform: Any) -> Iterator[np.ndarray]:
@@ -218,11 +225,14 @@ def read_file(dataset: str | Dataset, path: str | Path, **transform: Any) -> Ite
             raise DataError(
                 f"{path} is not a file of {found.name}: expected one that ends in {ending}"
             )
+        convert: Callable[[Any], np.ndarray]
         if found.kind == "series":
-            shape = options["num_steps"], *found.shape
-            return map(partial(_checked, path, shape), read(path, **options))
-        slicing = Slicing(**{name: options.pop(name) for name in SLICING if name in options})
-        return map(partial(to_frames, slicing=slicing), read(path, **options))
+            convert = partial(_checked, path, (options["num_steps"], *found.shape))
+        else:
+            slicing = Slicing(**{name: options.pop(name) for name in SLICING if name in options})
+            convert = partial(to_frames, slicing=slicing)
+        _check_takes(f"the reader of files of {found.name}", read, ("path",), options)
+        return map(convert, read(path, **options))
     channels, size, width = (*found.shape, 0, 0)[:3]
     if channels not in (1, 3) or size != width:
         raise DataError(
@@ -230,6 +240,22 @@ def read_file(dataset: str | Dataset, path: str | Path, **transform: Any) -> Ite
         )
     size, channels = options.get("size", size), 1 if options.get("grey") else channels
     return iter([read_image(path, size, channels, options.get("margin", 1.0))])
+
+
+def _check_takes(
+    what: str, function: Any, arguments: tuple[str, ...], options: Mapping[str, Any]
+) -> None:
+    """Raise DataError unless a function of a dataset takes these arguments and options."""
+    try:
+        inspect.signature(function).bind(*arguments, **options)
+    except TypeError as error:
+        shown = ", ".join((*arguments, *(f"{name}={value!r}" for name, value in options.items())))
+        raise DataError(
+            f"{what} is called with ({shown}), which it does not take ({error}): let it take the "
+            "options in transform"
+        ) from error
+    except ValueError:  # of a function without a signature, such as one written in C
+        pass
 
 
 def _checked(path: Path, shape: tuple[int, ...], series: np.ndarray) -> np.ndarray:

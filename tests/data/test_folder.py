@@ -380,6 +380,20 @@ def test_a_table_without_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("header", "found"),
+    [("filename,class", "'filename', 'class'"), ("file;label", "one column, 'file;label'")],
+)
+def test_a_table_with_other_columns(tmp_path: Path, header: str, found: str) -> None:
+    write_photos(tmp_path, 1)
+    (tmp_path / "labels.csv").write_text(f"{header}\ncat/0.png,a\ndog/0.png,b\n")
+    expected = "name the columns file and label, with commas between: found"
+    with pytest.raises(
+        data.DataError, match=rf"line 1: .* is not a file .*, or {expected} {found}$"
+    ):
+        data.image_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("row", "what"),
     [
         ("cat/no.png,the cat", r"'cat/no\.png' is not a file in .*: correct it"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,12 @@ def test_series_in_files(tmp_path: Path) -> None:
         next(data.read_file(waves, tmp_path / "a.npy", num_steps=10))
     with pytest.raises(data.DataError, match=r"a\.csv is not a file of .*: .* ends in \.npy"):
         data.read_file(waves, tmp_path / "a.csv")
+    called = r"of the dataset is called with \({}, num_steps=4\), which it does not take \("
+    with pytest.raises(data.DataError, match="^the read " + called.format("directory, download")):
+        data.load(waves, tmp_path)
+    without = replace(waves, files=(".npy", lambda path: read(path, 4)))
+    with pytest.raises(data.DataError, match="^the reader of files " + called.format("path")):
+        data.read_file(without, tmp_path / "a.npy")
     values[0, 1, 1] = np.inf
     np.save(tmp_path / "a.npy", values)
     with pytest.raises(data.DataError, match=r"a\.npy holds values that are not finite"):
