@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spikefuse.neurons.checks import is_integer
 from spikefuse.neurons.definition import States
 from spikefuse.nn.call import TemporalCall, active, inside
 from spikefuse.nn.checkpoint import called_inside
@@ -81,8 +82,12 @@ class Loop(OnSequences):
         if not shapes:
             raise ValueError("shapes is empty: pass the shape of each output of body, without B")
         for shape in shapes:
-            if not isinstance(shape, Sequence):
-                raise TypeError(f"a shape is {shape!r}: expected a tuple, such as ({shape!r},)")
+            if not (isinstance(shape, Sequence) and all(is_integer(n, 1) for n in shape)):
+                size = shape if is_integer(shape, 1) else 64
+                raise TypeError(
+                    f"a shape is {shape!r}: expected a tuple of the sizes of an output without B, "
+                    f"such as ({size},)"
+                )
         self.body, self.shapes = body, tuple(map(tuple, shapes))
 
     @property
@@ -139,7 +144,10 @@ class Loop(OnSequences):
         impl, policy, repeats = "auto", None, len(x)
         if outer is not None:
             impl, policy, repeats = outer.impl, outer.policy, len(x) * outer.repeats
-        last = last or tuple(x.new_zeros(batch, *shape) for shape in self.shapes)
+        if last:
+            last = self._outputs("the last outputs in state have", last, batch)
+        else:
+            last = tuple(x.new_zeros(batch, *shape) for shape in self.shapes)
         for now in x.unbind(0):
             initial = {**states, **finals} or None
             call = TemporalCall(
@@ -151,19 +159,27 @@ class Loop(OnSequences):
                 except Exception as error:
                     error.add_note(
                         f"The body of Loop was called with x {list(now.shape)} and its last "
-                        f"outputs {[list(y.shape) for y in last]}"
+                        f"outputs {[list(y.shape) for y in last]}, of the shapes given to Loop, "
+                        "which must be those that body returns, one for each output"
                     )
                     raise
-            last = self._outputs(found, batch)
+            last = self._outputs("body of Loop returned", found, batch)
             finals.update(call.finals)
             steps.append(last)
         outputs = tuple(map(torch.stack, zip(*steps, strict=True)))
         return outputs if len(outputs) > 1 else outputs[0], last, finals
 
-    def _outputs(self, found: Any, batch: int) -> tuple[Tensor, ...]:
-        outputs = (found,) if isinstance(found, Tensor) else tuple(found)
-        shapes = [list(y.shape) for y in outputs]
+    def _outputs(self, what: str, found: Any, batch: int) -> tuple[Tensor, ...]:
+        """Return outputs as a tuple, if they have the shapes of this loop."""
+        outputs = tuple(found) if isinstance(found, tuple | list) else (found,)
         expected = [[batch, *shape] for shape in self.shapes]
+        for y in outputs:
+            if not isinstance(y, Tensor):
+                kind = type(y).__name__
+                raise TypeError(f"{what} a {kind}: expected tensors of shapes {expected}")
+        shapes = [list(y.shape) for y in outputs]
         if shapes != expected:
-            raise ValueError(f"body of Loop returned shapes {shapes}: expected {expected}")
+            raise ValueError(
+                f"{what} shapes {shapes}: expected {expected}, B and the shapes given to Loop"
+            )
         return outputs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -170,8 +172,10 @@ def test_settings_of_the_network():
 
 
 def test_wrong_arguments():
-    with pytest.raises(TypeError, match=r"a shape is 6: expected a tuple, such as \(6,\)"):
-        sf.Loop(Populations(), 6, 4)
+    for shape in (6, "6", (6.0,), (-6,), ((6,),), None):
+        wrong = f"a shape is {shape!r}: expected a tuple of the sizes of an output without B, such"
+        with pytest.raises(TypeError, match=re.escape(wrong)):
+            sf.Loop(Populations(), shape, (4,))
     with pytest.raises(ValueError, match="shapes is empty"):
         sf.Loop(Populations())
     with pytest.raises(TypeError, match="body"):
@@ -184,9 +188,25 @@ def test_wrong_arguments():
     loop = sf.Loop(Populations(), (7,), (4,))
     with pytest.raises(RuntimeError) as caught:
         loop(torch.rand(2, 3, 6))
-    assert "x [3, 6] and its last outputs [[3, 7], [3, 4]]" in caught.value.__notes__[0]
+    assert "x [3, 6] and its last outputs [[3, 7], [3, 4]], of the s" in caught.value.__notes__[0]
     with pytest.raises(TypeError, match="state is a Tensor: expected one of an earlier call"):
         loop(torch.rand(2, 3, 6), torch.rand(3, 6))
+    body, x = Populations(), torch.rand(2, 3, 6)
+    state = sf.Loop(body, (6,), (4,))(x[:, :2], return_state=True)[1]
+    match = r"the last outputs in state have shapes \[\[2, 6\], \[2, 4\]\]: expected \[\[3, 6\]"
+    with pytest.raises(ValueError, match=match):
+        sf.Loop(body, (6,), (4,))(x, state)
+
+
+@pytest.mark.parametrize("found", [None, {"y": torch.zeros(3, 2)}, [torch.zeros(3, 2), 1.0]])
+def test_outputs_that_are_no_tensors(found):
+    class Body(nn.Module):
+        def forward(self, x, last):
+            return found
+
+    match = r"body of Loop returned a \w+: expected tensors of shapes \[\[3, 2\]\]"
+    with pytest.raises(TypeError, match=match):
+        sf.Loop(Body(), (2,))(torch.rand(2, 3, 2))
 
 
 def test_a_temporal_in_the_body_would_read_the_batch_as_time():
