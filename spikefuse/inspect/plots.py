@@ -12,6 +12,7 @@ from torch import Tensor
 from spikefuse.inspect.explanation import label
 from spikefuse.inspect.record import are_spikes
 from spikefuse.neurons.checks import check_tensor
+from spikefuse.neurons.learnable import Learnable
 
 if TYPE_CHECKING:
     from matplotlib.animation import FuncAnimation
@@ -69,7 +70,7 @@ def traces(
     values: Tensor,
     axes: Axes | None = None,
     neurons: Sequence[int] = range(5),
-    threshold: float | None = None,
+    threshold: float | Tensor | Learnable | None = None,
 ) -> Axes:
     """Plot a state `[T, ...]` of one sample over time, a line per neuron.
 
@@ -83,19 +84,21 @@ def traces(
         axes: as in `raster`.
         neurons: which ones, by their index in the flattened dims after T; those beyond the last one
             are left out.
-        threshold: draw a line there.
+        threshold: draw a line there; a number, or that of a neuron, if it has one value.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        TypeError, ValueError: `values` is not a tensor, or has fewer than two dims.
+        TypeError, ValueError: `values` is not a tensor, or has fewer than two dims; `threshold` is
+            not one number.
     """
     rows = _by_neuron(values, "values")
+    level = None if threshold is None else _number(threshold)
     axes = _axes_or_new(axes)
     for i in neurons:
         if i < len(rows):
             axes.plot(rows[i].numpy(), label=f"neuron {i}")
-    if threshold is not None:
-        axes.axhline(threshold, color="grey", linewidth=0.8, linestyle=":", label="threshold")
+    if level is not None:
+        axes.axhline(level, color="grey", linewidth=0.8, linestyle=":", label="threshold")
     axes.set(xlabel="time step")
     axes.legend(loc="upper right", fontsize=8)
     _whole_numbers(axes.xaxis)
@@ -224,6 +227,19 @@ def _by_neuron(x: Tensor, name: str) -> Tensor:
             'record["net.2"]["spikes"][:, 0]'
         )
     return x.detach().float().cpu().flatten(1).T
+
+
+def _number(threshold: Any) -> float:
+    value = threshold() if isinstance(threshold, Learnable) else threshold
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(
+            f"threshold has shape {list(value.shape)}: expected one value, such as that of the "
+            "channel that is shown"
+        )
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError):
+        raise TypeError(f"threshold is {value!r}: expected a number") from None
 
 
 def _axes_or_new(axes: Axes | None) -> Axes:

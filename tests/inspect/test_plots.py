@@ -70,6 +70,22 @@ def test_traces(axes) -> None:
     assert list(threshold.get_ydata()) == [1.0, 1.0]
 
 
+LEARNED = sf.LearnablePositive(1.0)
+
+
+@pytest.mark.parametrize("threshold", [torch.ones(1), torch.nn.Parameter(torch.ones(())), LEARNED])
+def test_the_threshold_of_a_neuron(axes, threshold) -> None:
+    sf.plots.traces(torch.rand(7, 2), axes, threshold=sf.LIF(threshold=threshold).threshold)
+    assert list(axes.lines[-1].get_ydata()) == [1.0, 1.0]
+
+
+def test_thresholds_that_are_no_number(axes) -> None:
+    with pytest.raises(ValueError, match=r"threshold has shape \[3\]: expected one value, such as"):
+        sf.plots.traces(torch.rand(7, 3), axes, threshold=torch.rand(3))
+    with pytest.raises(TypeError, match=r"threshold is \[1\.0, 2\.0\]: expected a number"):
+        sf.plots.traces(torch.rand(7, 3), axes, threshold=[1.0, 2.0])
+
+
 def test_rates(axes) -> None:
     net = sf.Temporal(sf.LIF(threshold=0.5))
     with sf.record(net) as record:
