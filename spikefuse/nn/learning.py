@@ -272,11 +272,12 @@ class Learning(Observer):
         if unknown:
             names = self._names([p for p in parameters if id(p) in unknown])
             raise ValueError(
-                f"the parameters {names or 'of the code'} reach neuron '{name}' through "
-                f"other layers than one nn.Linear or convolution directly before it, or through a "
-                "hook or function that may change gradients, for which "
-                f"rule '{self.rule}' has no traces in parts of a sequence: pass the whole sequence "
-                "without state= and return_state=True, or use rule='sltt'"
+                f"the parameters {names or 'of the code'} reach neuron '{name}' through other "
+                "layers than one nn.Linear, nn.Conv1d, nn.Conv2d or nn.Conv3d directly before it "
+                "(a transposed convolution is another layer), or through a hook or function that "
+                f"may change gradients, for which rule '{self.rule}' has no traces in parts of a "
+                "sequence: pass the whole sequence without state= and return_state=True, or use "
+                "rule='sltt'"
             )
 
     def _names(self, parameters: Sequence[Tensor]) -> str:

@@ -122,8 +122,9 @@ class Online(nn.Module):
             "bptt" and "sltt"; the state is of another rule, or of other learned parameters; with
             `in_place`, the state is of an `Online` without it; with `feedback`, the last
             `nn.Linear` is not the last one to run; in parts, parameters reach a neuron through
-            other layers than one linear layer or convolution, or through a hook or function that
-            may change gradients; or a rule with traces runs in `torch.inference_mode()`.
+            other layers than one linear layer or convolution that is not transposed, or through a
+            hook or function that may change gradients; or a rule with traces runs in
+            `torch.inference_mode()`.
 
     Sources: Meng et al., "Towards Memory- and Time-Efficient Backpropagation for Training Spiking
     Neural Networks", ICCV 2023 ("sltt"); Xiao et al., "Online Training Through Time for Spiking

@@ -207,6 +207,9 @@ def test_refusals():
         online(nn.Linear(6, 8), sf.nn.Block(nn.BatchNorm1d(8), sf.LIF()))(x, impl="reference")
     normed = online(nn.Linear(6, 8), nn.BatchNorm1d(8), sf.LIF())
     normed(x, impl="reference")
+    transposed = sf.Temporal(nn.Sequential(nn.ConvTranspose1d(3, 3, 2), sf.LIF()))
+    with pytest.raises(ValueError, match=r"net.0.bias reach .*\(a transposed convolution is anoth"):
+        sf.Online(transposed, "ottt")(torch.rand(2, 3, 3, 4), return_state=True)
     with pytest.raises(ValueError, match=r"net.0.weight, .*net.1.bias reach neuron 'net.2'"):
         normed(x, return_state=True, impl="reference")
     with pytest.raises(TypeError, match="state is a dict: expected what Online returned"):
