@@ -383,10 +383,14 @@ def refusal(packet: Any, args: Any, kwargs: Any, result: Any) -> str | None:
             f"it returns a {result.dtype} tensor, but inside step all tensors are float32 or bool"
         )
     if result.ndim:
-        return (
-            f"it returns a tensor of shape {list(result.shape)}, but a step sees one neuron: make "
-            "constants attributes of the neuron, with one value or one per channel"
-        )
+        advice = "make constants attributes of the neuron, with one value or one per channel"
+        if result.numel() == 1:
+            advice = (
+                "write a constant of one value as a number, which an autograd.Function keeps as an "
+                "attribute of ctx"
+            )
+        shape = list(result.shape)
+        return f"it returns a tensor of shape {shape}, but a step sees one neuron: {advice}"
     if kwargs.get("alpha", 1) not in (1, -1):
         # PyTorch may compute it as a fused multiply-add, which would change spikes.
         return "add and sub with alpha are not supported; write the product"

@@ -209,9 +209,11 @@ def capture(
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         reason = str(error).split("\n")[0].split(". ")[0]
         if reason.startswith("derivative for"):
+            is_floor = "floor_divide" in reason
+            floor = ', or write torch.div(x, y, rounding_mode="floor"), which has one' * is_floor
             raise UnsupportedOperation(
                 f"{step} can't be compiled: {reason} by PyTorch: make spikes with a surrogate, as "
-                "in self.surrogate(v - threshold), or call the operation on x.detach()"
+                f"in self.surrogate(v - threshold), or call the operation on x.detach(){floor}"
             ) from error
         advice = " ".join(getattr(error, "__notes__", [_NO_DIMENSIONS]))
         raise UnsupportedOperation(
@@ -227,6 +229,14 @@ _NO_DIMENSIONS = (
     "nn.ParameterList or in attributes, and put operations that mix neurons, such as nn.Linear, "
     'into a layer before the neuron; impl="reference" runs the eager loop'
 )
+
+
+def _not_pointwise(in_place: bool) -> str:
+    fix = "; write v = v + x in place of v += x, and torch.where in place of v[mask] = x"
+    return (
+        "kernels consist of pointwise operations that change nothing in place "
+        f'(docs/write-a-neuron.md lists them){fix * in_place}; impl="reference" runs the eager loop'
+    )
 
 
 def _value_read(step: str) -> UnsupportedOperation:
@@ -259,11 +269,16 @@ _OWN = _TORCH, _HERE, os.path.join(os.path.dirname(_HERE), "neurons")
 
 
 def _description_read(step: str, name: str) -> UnsupportedOperation:
-    return UnsupportedOperation(
-        f"{step} reads a tensor's '{name}' at {_user_line()}: a kernel computes single values, "
-        "without dimensions and autograd. Make what depends on it an attribute of the neuron, such "
-        "as a bool or an int"
+    reason = (
+        "a kernel computes single values, without dimensions and autograd. Make what depends on it "
+        "an attribute of the neuron, such as a bool or an int"
     )
+    if name == "requires_grad":
+        reason = (
+            "kernels have a derivative whether or not a tensor requires it. Remove the condition, "
+            "also in an autograd.Function"
+        )
+    return UnsupportedOperation(f"{step} reads a tensor's '{name}' at {_user_line()}: {reason}")
 
 
 class _Shape(tuple[int, ...]):
@@ -292,6 +307,9 @@ class _ForbidReads(TorchFunctionMode):
             raise _value_read(self.step)
         if func in _AUTOGRAD:
             raise _description_read(self.step, func.__name__)
+        if func is Tensor.__setitem__:
+            line = f"{self.step} assigns to a part of a tensor at {_user_line()}"
+            raise UnsupportedOperation(f"{line}: {_not_pointwise(in_place=True)}")
         # PyTorch and we read them where they make no difference.
         if func in _DESCRIPTIONS and not sys._getframe(1).f_code.co_filename.startswith(_OWN):
             name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
@@ -364,12 +382,7 @@ class _Operations:
         if in_place and self.gradients:
             # PyTorch's own derivatives may modify temporary tensors in place.
             in_place, packet = False, getattr(torch.ops.aten, packet.__name__.removesuffix("_"))
-        fix = "; write v = v + x in place of v += x, and torch.where in place of v[mask] = x"
-        problem: str | None = (
-            "kernels consist of pointwise operations that change nothing in place "
-            f'(docs/write-a-neuron.md lists them){fix * in_place}; impl="reference" runs the eager '
-            "loop"
-        )
+        problem: str | None = _not_pointwise(in_place)
         if not in_place and self._is_supported(packet):
             args = [self._float32(a) for a in args]
             result = func(*args, **kwargs)
@@ -377,7 +390,8 @@ class _Operations:
                 result = self._float32(result)
             problem = rewrites.refusal(packet, args, kwargs, result)
         if problem:
-            line = f"{self.step} uses '{packet.__name__}' at {_user_line()}"
+            name = {"lift_fresh": "torch.tensor"}.get(packet.__name__, packet.__name__)
+            line = f"{self.step} uses '{name}' at {_user_line()}"
             raise UnsupportedOperation(f"{line}: {problem}")
         self.seen[result.data_ptr()] = result, self._lower(packet, args, kwargs, result)
         return result

@@ -107,6 +107,9 @@ def test_an_operation_without_a_derivative():
     message = complaint(defined_by(lambda self, x, v: torch.heaviside(x, v)), reference=False)
     assert message.startswith("the derivative of Defined.step can't be compiled: derivative for")
     assert "make spikes with a surrogate" in message
+    message = complaint(defined_by(lambda self, x, v: x // 0.3), reference=False)
+    assert 'write torch.div(x, y, rounding_mode="floor"), which has one' in message
+    defined_by(lambda self, x, v: torch.div(x, 0.3, rounding_mode="floor"))(torch.rand(2, 3, 3))
     detached = defined_by(lambda self, x, v: torch.heaviside(x.detach() - 0.5, v.detach()))
     x = torch.rand(2, 3, 3)
     assert torch.equal(detached(x), detached(x, impl="reference"))
@@ -553,6 +556,53 @@ READ = {
 def test_what_a_kernel_does_not_know_of_a_tensor(name):
     with pytest.raises(UnsupportedOperation, match=rf"reads a tensor's '{name}' at .*test_trace"):
         Reads(READ[name])(torch.rand(3, 2, requires_grad=True))
+
+
+class OfUsers(torch.autograd.Function):
+    """Surrogates as published code writes them."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Conditional(OfUsers):
+    @staticmethod
+    def forward(ctx, x):
+        if x.requires_grad:
+            ctx.save_for_backward(x)
+        return (x > 0).float()
+
+
+class Masked(OfUsers):
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.zeros_like(x)
+        y[x > 0] = 1.0
+        return y
+
+
+class Constant(OfUsers):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x, torch.tensor([0.3]))
+        return (x > 0).float()
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (Conditional, "kernels have a derivative whether or not a tensor requires it"),
+        (Masked, r"step assigns to a part of a tensor at .*torch\.where in place of v\[mask\] = x"),
+        (
+            Constant,
+            r"step uses 'torch\.tensor' at .*as a number, which an autograd\.Function keeps",
+        ),
+    ],
+)
+def test_surrogates_of_users_that_a_kernel_cannot_run(function, words):
+    with pytest.raises(UnsupportedOperation, match=words):
+        Reads(function.apply)(torch.rand(3, 2))
 
 
 SHAPES = {"ones": lambda x: torch.ones(x.shape), "full": lambda x: torch.full(x.size(), 2.0)}
