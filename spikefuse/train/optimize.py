@@ -44,8 +44,8 @@ def gradients(
 
     The batch is split into `config.accumulate` microbatches. Each passes through the network in
     chunks of `config.tbptt` time steps; states cross chunk boundaries, gradients do not. The loss
-    of a chunk is computed from its own outputs and weighted by its fraction of the steps. With loss
-    "last", only the last chunk has a loss.
+    of a chunk is computed from its own outputs and weighted by its fraction of the targets that
+    count. With loss "last", only the last chunk has a loss.
 
     Args:
         net: the network, a `Temporal` or a function that calls one.
@@ -59,6 +59,7 @@ def gradients(
         The loss, a scalar, and the predictions of the whole batch, both detached.
     """
     num_steps, batch, task = x.shape[0], x.shape[1], config.make_task()
+    is_whole = config.accumulate == 1 and (config.tbptt or num_steps) >= num_steps
     total, predictions = torch.zeros((), device=x.device), []
     for indices in torch.arange(batch).tensor_split(config.accumulate):
         rows = slice(int(indices[0]), int(indices[-1]) + 1)
@@ -69,9 +70,15 @@ def gradients(
             if config.loss == "last" and stop < num_steps:
                 continue
             steps = slice(stop - len(output), stop)
-            value = loss(output, labels[rows, steps] if task.per_step else labels[rows])
-            weight = 1.0 if config.loss == "last" else len(output) / num_steps
-            weighted = value * (weight * len(indices) / batch)
+            part = labels[rows, steps] if task.per_step else labels[rows]
+            weighted = loss(output, part)
+            if not is_whole:
+                weight = task.num_counted(part) / task.num_counted(labels)
+                if not task.per_step and config.loss != "last":
+                    weight = weight * (len(output) / num_steps)
+                weighted = weighted * weight
+                if isinstance(weight, Tensor):
+                    weighted = weighted.masked_fill(~(weight > 0), 0.0)  # NaN, without a target
             backward(weighted, rows.stop == batch and stop == num_steps)
             total += weighted.detach()
         predictions.append(task.predict(torch.cat(outputs)))

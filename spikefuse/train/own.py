@@ -23,6 +23,7 @@ from torch import nn
 from spikefuse.data import DATASETS, DataError, Dataset
 from spikefuse.models import MODELS
 from spikefuse.nn import Temporal
+from spikefuse.nn.losses import IGNORED
 from spikefuse.train.fields import ConfigError
 
 # What `register` adds to, by the name of the setting.
@@ -178,13 +179,19 @@ def check_examples(config: Any, parts: Any) -> None:
                 f"{read} {what} labels {labels.dtype} {list(labels.shape)}: expected {dtype} "
                 f"[{expected}], one for each example, or another --task than {task.name}{hint}"
             )
-        low, high = labels.min().item(), labels.max().item()
+        ignores = task.of_classes and task.per_step
+        counted = labels[labels != IGNORED] if ignores else labels
+        if counted.numel() == 0:
+            raise DataError(f"{read} {what} labels of class {IGNORED} only: add others")
+        low, high = counted.min().item(), counted.max().item()
         if not math.isfinite(low + high):
             raise DataError(f"{read} {what} labels from {low} to {high}: expected finite values")
         if task.of_classes and (low < 0 or high >= len(dataset.classes)):
+            hint = "; leave out examples without a class" if low == IGNORED else ""
+            hint = f", or {IGNORED} for steps that do not count" if ignores else hint
             raise DataError(
                 f"{read} {what} labels from {low} to {high}: expected 0 to "
-                f"{len(dataset.classes) - 1}, for its {len(dataset.classes)} classes"
+                f"{len(dataset.classes) - 1}, for its {len(dataset.classes)} classes{hint}"
             )
         pixels = part[:1].pixels
         dtype, shape = config.example

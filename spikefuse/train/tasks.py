@@ -39,6 +39,8 @@ LEAST_VARIANCE = 1e-12
 class Task:
     """What the outputs of a network `[T, B, K]` are compared with, and how.
 
+    Steps and samples of class -100 do not count.
+
     | name | targets | predictions |
     |---|---|---|
     | classification | classes `[B]` | logits `[B, K]` |
@@ -62,6 +64,10 @@ class Task:
     @property
     def of_classes(self) -> bool:
         return self.criterion == "cross-entropy"
+
+    def are_classes(self, targets: Tensor) -> bool:
+        """Whether targets are numbers of classes, neither values nor class probabilities."""
+        return self.of_classes and not targets.is_floating_point()
 
     @property
     def per_step(self) -> bool:
@@ -100,6 +106,8 @@ class Task:
 
     def _criterion(self, predictions: Tensor, targets: Tensor, smoothing: float) -> Tensor:
         options = {"label_smoothing": smoothing} if self.of_classes else {}
+        # A user's batches may have other types, such as those of NumPy.
+        targets = targets.long() if self.are_classes(targets) else targets.to(predictions.dtype)
         return CRITERIA[self.criterion](predictions, targets, **options)
 
     def evaluate(self, predictions: Tensor, targets: Tensor) -> Tensor:
@@ -121,13 +129,19 @@ class Task:
         correct, and the last sum counts the samples of that class.
         """
         if self.of_classes:
-            classes = targets.argmax(-1) if targets.is_floating_point() else targets
+            classes = targets.long() if self.are_classes(targets) else targets.argmax(-1)
             found = predictions.argmax(-1) == classes, classes == IGNORED
             values = torch.stack(found, -1).double()
         else:
             y, error = targets.double(), predictions.double() - targets
             values = torch.cat([error.abs().mean(-1, True), error.square(), y, y.square()], -1)
         return values.view(len(values), -1, self.num_statistics).mean(1).sum(0)
+
+    def num_counted(self, targets: Tensor) -> Tensor | int:
+        """Return over how many targets the loss is a mean: all that are not of class -100."""
+        if not self.are_classes(targets):
+            return targets.numel()
+        return (targets.long() != IGNORED).sum()
 
     def num_ignored(self, statistics: Tensor) -> Tensor | float:
         """Return how many samples are of class -100; a sample of several steps counts in part."""

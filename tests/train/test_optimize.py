@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import spikefuse as sf
@@ -152,7 +153,7 @@ def in_microbatches(net, batch, **options):
 
 @pytest.mark.parametrize(
     ("loss", "accumulate", "tbptt"),
-    [*itertools.product(LOSSES, (1, 3), (None,)), ("mean", 1, T), ("every", 1, 99), ("last", 2, T)],
+    [*itertools.product(LOSSES, (1, 3), (None,)), ("mean", 1, T), ("every", 1, T), ("last", 2, T)],
 )
 def test_microbatches_and_one_chunk_give_the_gradients_of_the_batch(
     net, batch, loss: str, accumulate: int, tbptt: int | None
@@ -184,6 +185,46 @@ def test_loss_every_is_the_same_in_chunks(net, batch) -> None:
     assert in_microbatches(net, batch, loss="every", tbptt=2)[0] == pytest.approx(
         whole_batch(net, batch, "every")[0].item()
     )
+
+
+@pytest.mark.parametrize(("accumulate", "tbptt"), [(3, None), (1, 2), (3, 2)])
+def test_pieces_of_padded_sequences_count_by_their_targets(
+    net, batch, accumulate: int, tbptt: int | None
+) -> None:
+    """The last samples and steps have no target, so that some pieces have none."""
+    x, _ = batch
+    labels = torch.randint(0, 3, (B, T))
+    labels[:, 4:], labels[1, 2:], labels[6:] = -100, -100, -100
+    task = Task("sequence", "cross-entropy", "every", 3, 0.1)
+    counted = labels.T != -100
+    net.zero_grad()
+    chunks, state = [], None
+    for chunk in x.split(tbptt or T):
+        y, state = net(chunk, state=state, return_state=True)
+        state = {name: tuple(s.detach() for s in states) for name, states in state.items()}
+        chunks.append(y)
+    expected = F.cross_entropy(torch.cat(chunks)[counted], labels.T[counted], label_smoothing=0.1)
+    expected.backward()
+    options = {"task": "sequence", "criterion": "cross-entropy", "label_smoothing": 0.1}
+    options |= {"batch_size": B, "num_steps": T, "accumulate": accumulate, "tbptt": tbptt}
+    grads = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    value, _ = gradients(
+        net, x, labels, TrainConfig(**options), task.loss, lambda loss, last: loss.backward()
+    )
+    torch.testing.assert_close(value, expected.detach())
+    torch.testing.assert_close([p.grad for p in net.parameters()], grads)
+
+
+def test_a_batch_without_targets_has_no_gradient(net, batch) -> None:
+    x, labels = batch[0], torch.full((B, T), -100)
+    for pieces in ({}, {"accumulate": 2, "tbptt": 3}):
+        options = {"task": "sequence", "criterion": "cross-entropy", "label_smoothing": 0.1}
+        config = TrainConfig(**options, **pieces, batch_size=B, num_steps=T)
+        net.zero_grad()
+        loss = config.make_task().loss
+        gradients(net, x, labels, config, loss, lambda loss, last: loss.backward())
+        assert not any(p.grad.any() for p in net.parameters())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -304,6 +304,28 @@ def test_a_read_that_ignores_the_number_of_steps(
         own.check_examples(config, (part(5), part(10)))
 
 
+@pytest.mark.parametrize(
+    ("task", "label", "message"),
+    [
+        ("sequence", -1, "labels from -1 to 1: expected 0 to 1, .* or -100 for steps that do not "),
+        ("sequence", -100, "labels of class -100 only: add others"),
+        ("classification", -100, "labels from -100 to 1: .* classes; leave out examples without a"),
+    ],
+)
+def test_classes_that_are_none(
+    monkeypatch: pytest.MonkeyPatch, task: str, label: int, message: str
+) -> None:
+    waves = Dataset((1,), ("a", "b"), lambda *_: (), "series", {"num_steps": 4})
+    monkeypatch.setitem(DATASETS, "waves", waves)
+    config = TrainConfig(dataset="waves", model="mlp", task=task, criterion="cross-entropy")
+    labels = torch.arange(6) % 2 if task == "classification" else torch.full((6, 4), label)
+    if label != -100 or task == "classification":
+        labels[0], labels[1] = label, 1
+    part = Series(torch.ones(6, 4, 1), labels)
+    with pytest.raises(DataError, match=message):
+        own.check_examples(config, (part, part))
+
+
 def test_series_that_are_described_by_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def describe(directory: Path, **options: int) -> Dataset:
         part = Series(torch.ones(5, options["num_steps"], 2), torch.ones(5, 1))

@@ -124,6 +124,16 @@ signs = Dataset(
 )
 
 
+def padded_signs(rates, later):
+    """The signs of the first steps of each example, of a length of its own."""
+    labels = (later > 0).long().squeeze(2)
+    ends = (20 * rates).long().clamp(min=1)
+    return labels.where(torch.arange(20) < ends, -100)
+
+
+padded = Dataset((1,), ("down", "up"), read_waves(padded_signs), **OF_WAVES)
+
+
 def slow(neuron, in_channels, num_classes, size):
     """Neurons, and integrators that they drive."""
     hidden = nn.Linear(in_channels, 32), sf.LIF(decay=0.9, threshold=0.3)
