@@ -29,7 +29,7 @@ RECIPES = {path.stem: path for path in sorted((Path(__file__).parent / "recipes"
 def read(path: Path) -> dict[str, Any]:
     """Read a recipe; the keys of the result are names of `TrainConfig` fields.
 
-    The entry config of a `result.json` is one, too.
+    Of a `result.json`, or another mapping with an entry config, this entry is read.
 
     Args:
         path: a file, or the name of one of `RECIPES`.
@@ -63,6 +63,10 @@ def _settings(text: str) -> dict[str, Any]:
     document, loader = yaml.compose(text, yaml.SafeLoader), yaml.SafeLoader("")
     if not isinstance(document, yaml.MappingNode) or not document.value:
         raise ConfigError("expected lines like 'lr: 0.1', an option and its value")
+    for key, value in document.value:
+        if key.value == "config" and isinstance(value, yaml.MappingNode):  # of a result.json
+            document = value
+            break
     settings: dict[str, Any] = {}
     for key, value in document.value:
         if key.value in NO_OPTIONS:

@@ -59,6 +59,7 @@ def test_decimal_numbers(tmp_path: Path) -> None:
             "data-dir: here",
             "config {path}: data_dir is accepted on the command line only: pass --data-dir",
         ),
+        ("config: a.yaml", "config {path}: config is accepted on the command line only: pass --c"),
         (
             "logger: csv",
             "config {path}: logger is accepted on the command line only: pass --logger",
@@ -134,3 +135,5 @@ def test_command_line_overrides_the_recipe(
 def test_settings_of_a_result_are_a_recipe(tmp_path: Path, config: TrainConfig) -> None:
     path = written(tmp_path, json.dumps(config.to_dict(), indent=1))
     assert TrainConfig(**read(path)) == replace(config, classes=None, shape=None)
+    result = {"test_accuracy": 0.5, "resumed": False, "config": config.to_dict(), "device": "cpu"}
+    assert read(written(tmp_path, json.dumps(result, indent=2))) == read(path)
