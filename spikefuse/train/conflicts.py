@@ -197,6 +197,8 @@ def constant_norm(config: TrainConfig, net: nn.Module, processes: int) -> Iterat
 
 def _training_conflicts(config: TrainConfig) -> Iterator[str]:
     accumulate, tbptt = f"accumulate is {config.accumulate}", config.tbptt
+    if tbptt is not None and tbptt > config.num_steps:
+        yield f"tbptt is {tbptt}: expected at most num_steps, {config.num_steps}"
     if config.accumulate > config.batch_size:
         yield f"{accumulate}: expected at most batch_size, {config.batch_size}"
     steps = min(config.num_steps, tbptt or config.num_steps)
@@ -208,6 +210,8 @@ def _training_conflicts(config: TrainConfig) -> Iterator[str]:
         yield f"{cause}: batch normalization needs at least two values, so change one of them"
     if config.warmup >= config.epochs:
         yield f"warmup is {config.warmup:g}: expected fewer than epochs, {config.epochs}"
+    if config.decay_all and config.weight_decay == 0:
+        yield "decay_all is given, but weight_decay is 0: set it, or remove decay_all"
     if config.step_epochs is not None and config.schedule != "step":
         yield f"step_epochs is given, but schedule is {config.schedule}: choose step"
     if config.batch_size == 1:

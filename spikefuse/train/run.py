@@ -149,6 +149,10 @@ def _check_processes(config: TrainConfig, options: RunOptions, processes: Proces
             f"time_ranks {time} and data_ranks {data or 'unset'} do not match "
             f"{processes.count} processes: start torchrun --nproc_per_node with their product"
         )
+    if time == 1 and options.time_chunks is not None:
+        raise ConfigError(
+            "time_chunks is given, but time_ranks is 1: set it, or remove time_chunks"
+        )
     if config.num_steps < time:
         raise ConfigError(f"num_steps is {config.num_steps}: expected at least time_ranks, {time}")
     if time > 1 and config.on_events:

@@ -196,6 +196,13 @@ def test_earlier_versions_ignored_the_encoding_of_event_data(tmp_path: Path) -> 
     assert load(tmp_path / "old.ckpt").config.encoding == "direct"
 
 
+def test_earlier_versions_accepted_options_without_effect(tmp_path: Path) -> None:
+    config = TrainConfig(num_steps=4).to_dict() | {"tbptt": 9, "decay_all": True}
+    content = {KEY: {"config": config, "history": []}, "state_dict": {}}
+    torch.save(content, tmp_path / "old.ckpt")
+    assert load(tmp_path / "old.ckpt").config == TrainConfig(num_steps=4)
+
+
 SIZE = b"\x8a\x05\0\0\0\0\1"  # 4 Gi
 BYTES = b"\x80\x02cbuiltins\nbytearray\n" + SIZE + b"\x85R."
 CLAIMS = {

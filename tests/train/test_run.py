@@ -268,6 +268,12 @@ def test_checkpointed_training_with_shared_time_learns_as_one(
         ({}, {"time_ranks": 2, "data_ranks": 2}, 2, "do not match 2 processes"),
         ({}, {"time_ranks": 3}, 4, "time_ranks 3 and data_ranks unset do not match 4"),
         ({}, {"time_ranks": 0}, 2, "time_ranks is 0: expected a whole number of at least 1"),
+        (
+            {},
+            {"time_ranks": 1, "time_chunks": 2},
+            1,
+            "time_chunks is given, but time_ranks is 1: set it, or remove time_chunks",
+        ),
         ({"num_steps": 3}, {"time_ranks": 4}, 4, "num_steps is 3: expected at least time_ranks"),
         (
             {"tbptt": 2},
