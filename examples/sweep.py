@@ -3,7 +3,8 @@
 python examples/sweep.py                 # a grid of nine pairs
 python examples/sweep.py --random 20     # pairs drawn at random from the same ranges
 
-After an interruption, the same command continues with the run that was interrupted.
+After an interruption, the same command continues with the run that was interrupted. With more
+--epochs, it extends all runs.
 """
 
 from __future__ import annotations

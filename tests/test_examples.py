@@ -133,9 +133,13 @@ def test_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert table == rows
     result = json.loads((tmp_path / "lr-1e-05-decay-0.5" / "result.json").read_text())
     assert result["resumed"]
-    with pytest.raises(ConfigError, match=r"has epochs 2, not 3: choose another folder"):
-        example.main(str(tmp_path), epochs=3)
     assert len(started) == 6
+    example.main(str(tmp_path), epochs=3)
+    assert started[6:] == pairs
+    for folder in tmp_path.glob("lr-*"):
+        assert json.loads((folder / "result.json").read_text())["config"]["epochs"] == 3
+    with pytest.raises(ConfigError, match=r"epochs is 2: .* has done 3 already"):
+        example.main(str(tmp_path), epochs=2)
     assert all(
         1e-5 <= row["lr"] <= 1e-2 and 0.25 <= row["decay"] <= 0.5 for row in example.drawn(9)
     )

@@ -35,8 +35,6 @@ EXTRAS = {
     **dict.fromkeys(("lightning", "tensorboard", "matplotlib", "tqdm", "yaml"), "train"),
     **{"onnx": "onnx", "onnxscript": "onnx", "nir": "nir"},
 }
-# Settings that a resumed run may change without changing its result.
-RESUMABLE = ("epochs", "cuda_graph", "fuse", "memory")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,10 +150,7 @@ def _resumed_config(
     if arguments.out is not None:
         raise ConfigError("out is given with resume: a resumed run continues in its own folder")
     for name, value in given.items():
-        fixed = name not in RESUMABLE
-        if name == "epochs":
-            fixed = saved.schedule != "constant"  # other schedules depend on the run's length
-        if fixed and value != getattr(saved, name):
+        if name not in saved.changeable and value != getattr(saved, name):
             raise ConfigError(
                 f"{name} is {value}, but {arguments.resume} was trained with "
                 f"{getattr(saved, name)}: remove it, or start a new run without --resume"

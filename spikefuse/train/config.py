@@ -296,6 +296,13 @@ class TrainConfig:
         """Whether the layers of the model feed back."""
         return self.model.startswith(choices.RECURRENT_MODEL) and not own.is_reference(self.model)
 
+    @property
+    def changeable(self) -> tuple[str, ...]:
+        """The settings that may differ when the run is resumed."""
+        # Other schedules depend on the length of the run.
+        extended = ("epochs",) if self.schedule == "constant" else ()
+        return *extended, "cuda_graph", "fuse", "memory"
+
     def make_task(self) -> Task:
         num = len(self.data.classes)
         return Task(self.task, self.criterion, self.loss, num, self.label_smoothing)

@@ -49,7 +49,8 @@ def fit(
         config: the settings; those of `TrainConfig()` by default.
         out: new folder of the run; by default `runs/DATASET-MODEL-N`.
         resume: finish the run in `out`, if there is one with these settings; if it is complete,
-            return its result.
+            return its result. More `epochs` extend a run with a constant schedule; `cuda_graph`,
+            `fuse` and `memory` may differ.
         model: a name, as `--model` takes it, or a builder `f(neuron, in_channels, num_classes,
             size)`, which checkpoints know as `module:name`.
         settings: fields of `TrainConfig`, such as `epochs=3`, which take the place of those of
@@ -92,8 +93,9 @@ def fit(
             of_files = {name: tuple(found["config"].get(name) or ()) or None for name in OF_FILES}
             stored = TrainConfig.from_dict({**found["config"], **of_files})
             _check(stored, config, options.out)
-            return found
-        if last.exists():
+            if config.epochs == stored.epochs:
+                return found
+        if result.exists() or last.exists():
             loaded = load(last)
             config = _check(loaded.config, config, options.out)
             return _train(config, replace(options, out=None), loaded)
@@ -135,12 +137,16 @@ def _content(builder: Any) -> tuple[Any, ...]:
 
 
 def _check(stored: TrainConfig, config: TrainConfig, out: Path) -> TrainConfig:
-    """Return the settings, with what the files of the run in `out` have determined."""
+    """Return the settings, with what the files of the run in `out` have determined.
+
+    Raises:
+        ConfigError: the run has others that it cannot change.
+    """
     found = {name: getattr(stored, name) for name in OF_FILES if getattr(config, name) is None}
     config = config.replaced(**found)
     for field in fields(TrainConfig):
         before, now = getattr(stored, field.name), getattr(config, field.name)
-        if before != now:
+        if before != now and field.name not in stored.changeable:
             raise ConfigError(
                 f"the run in {out} has {field.name} {before}, not {now}: choose another folder"
             )

@@ -74,6 +74,36 @@ def test_a_network_with_a_shared_neuron(tmp_path: Path, model: Any) -> None:
     assert (tmp_path / "run" / "raster.png").exists()
 
 
+def test_a_run_is_extended_as_by_the_command_line(tmp_path: Path) -> None:
+    settings = SETTINGS | {"model": "mlp", "fuse": False, "resume": True}
+    for out in ("two", "more"):
+        sf.train.fit(**settings, out=tmp_path / out)
+    result = sf.train.fit(**settings | {"epochs": 2, "memory": "bits"}, out=tmp_path / "two")
+    assert (result["config"]["epochs"], result["resumed"]) == (2, True)
+    assert sf.train.fit(**settings | {"epochs": 2}, out=tmp_path / "two") == result
+    assert main(["train", "--resume", str(tmp_path / "more"), "--epochs", "2"]) == 0
+    extended = json.loads((tmp_path / "more" / "result.json").read_text())
+    assert result["test_loss"] == extended["test_loss"]
+    with pytest.raises(ConfigError, match=r"epochs is 1: .*last\.ckpt has done 2 already"):
+        sf.train.fit(**settings, out=tmp_path / "two")
+    with pytest.raises(ConfigError, match=r"the run in .* has schedule constant, not cosine"):
+        sf.train.fit(**settings | {"epochs": 3, "schedule": "cosine"}, out=tmp_path / "two")
+    settings["schedule"] = "cosine"
+    sf.train.fit(**settings, out=tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"the run in .* has epochs 1, not 2: choose another"):
+        sf.train.fit(**settings | {"epochs": 2}, out=tmp_path / "other")
+
+
+def test_a_complete_run_without_its_last_checkpoint_is_not_deleted(tmp_path: Path) -> None:
+    settings = SETTINGS | {"model": "mlp", "fuse": False, "resume": True, "out": tmp_path / "run"}
+    result = sf.train.fit(**settings)
+    (tmp_path / "run" / "last.ckpt").unlink()
+    assert sf.train.fit(**settings) == result
+    with pytest.raises(ConfigError, match=r"checkpoint .*last\.ckpt does not exist"):
+        sf.train.fit(**settings | {"epochs": 2})
+    assert (tmp_path / "run" / "best.ckpt").exists()
+
+
 def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     """It is resumed, or started again if it ended in its first epoch."""
     out, settings = tmp_path / "run", SETTINGS | {"model": "mlp", "fuse": False}
