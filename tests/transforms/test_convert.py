@@ -485,6 +485,28 @@ class Repeated(Auxiliary):
         return x
 
 
+class Renamed(Auxiliary):
+    """Its code names the module otherwise."""
+
+    def forward(net, x):  # noqa: N805
+        return net.head(net.head(x))
+
+
+class RenamedLoop(Auxiliary):
+    def forward(net, x):  # noqa: N805
+        y = net.head(x)
+        for _ in range(3):
+            y = y + net.head(x)
+        return y
+
+
+def test_code_that_names_the_module_otherwise():
+    with pytest.raises(ValueError, match=r"`net.head\(x\)` runs its neurons a second time"):
+        convert(Renamed())
+    with pytest.raises(ValueError, match=r"calls `net.head` several times, a loop over time"):
+        convert(RenamedLoop())
+
+
 def test_a_layer_that_a_loop_calls_once():
     net, x = Auxiliary(), torch.rand(4, 2, 4)
     expected = torch.stack([net(step) for step in x])

@@ -74,6 +74,7 @@ class CodeReader(ast.NodeVisitor):
         self._function: Any = None
         self._variables: set[str] = set()
         self._owner: nn.Module | None = None
+        self._self = ""  # the name of the module in the code, mostly "self"
         self._is_sequence = is_sequence
         self._called: set[nn.Module] = set()
         self._read(type(module).forward, module)
@@ -92,14 +93,16 @@ class CodeReader(ast.NodeVisitor):
                     "it would be missed; define it in a file"
                 )
             return
-        outer = self._function, self._variables, self._owner
+        outer = self._function, self._variables, self._owner, self._self
         names = (n for n in ast.walk(tree) if isinstance(n, ast.Name))
         stored = {n.id for n in names if isinstance(n.ctx, ast.Store)}
         self._variables = stored.union(function.__code__.co_varnames)
         self._function, self._owner = function, owner
+        arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+        self._self = arguments[0] if owner is not None and arguments else ""
         for statement in getattr(tree, "body", [tree]):
             self.visit(statement)
-        self._function, self._variables, self._owner = outer
+        self._function, self._variables, self._owner, self._self = outer
 
     def _place(self, node: ast.AST) -> str:
         line = self._function.__code__.co_firstlineno + getattr(node, "lineno", 1) - 1
@@ -202,7 +205,7 @@ class CodeReader(ast.NodeVisitor):
             if _is_shape(value):
                 counts = not _is_negative(node.slice)
             else:
-                is_tensor = _root(value) not in ("self", "") or isinstance(value, ast.Call)
+                is_tensor = _root(value) not in (self._self, "") or isinstance(value, ast.Call)
                 counts = is_tensor and not _leaves_first_dims(node.slice)
             if counts:
                 self._add_counting(node)
@@ -227,7 +230,7 @@ class CodeReader(ast.NodeVisitor):
         """What an expression such as `self.layers[0].lif` or `F.relu` stands for; None if it is
         unknown."""
         if isinstance(node, ast.Name):
-            if node.id == "self":
+            if node.id == self._self:
                 return self._owner
             if node.id in self._variables:
                 return None
@@ -243,7 +246,7 @@ class CodeReader(ast.NodeVisitor):
 
     def _module(self, node: ast.AST) -> nn.Module | None:
         """The module inside the one that is read that an expression stands for."""
-        value = self._value(node) if _root(node) == "self" else None
+        value = self._value(node) if _root(node) == self._self else None
         return value if isinstance(value, nn.Module) and value is not self._owner else None
 
     def _returns_state(self, node: ast.AST) -> TypeGuard[ast.Call]:
