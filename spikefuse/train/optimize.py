@@ -39,6 +39,7 @@ def gradients(
     config: TrainConfig,
     loss: Callable[[Tensor, Tensor], Tensor],
     backward: Backward,
+    whole: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Accumulate the gradients of a batch into the parameters.
 
@@ -54,12 +55,16 @@ def gradients(
         loss: maps outputs `[T, B, K]` of the most recent call of the network, and their labels, to
             a scalar.
         backward: computes and accumulates the gradients of a loss.
+        whole: if this is a part of a batch, the labels of the batch and the number of its parts,
+            over which losses and gradients are averaged later.
 
     Returns:
         The loss, a scalar, and the predictions of the whole batch, both detached.
     """
     num_steps, batch, task = x.shape[0], x.shape[1], config.make_task()
+    all_labels, parts = (labels, 1) if whole is None else whole
     is_whole = config.accumulate == 1 and (config.tbptt or num_steps) >= num_steps
+    may_ignore = task.per_step and task.are_classes(labels)
     total, predictions = torch.zeros((), device=x.device), []
     for indices in torch.arange(batch).tensor_split(config.accumulate):
         rows = slice(int(indices[0]), int(indices[-1]) + 1)
@@ -72,8 +77,8 @@ def gradients(
             steps = slice(stop - len(output), stop)
             part = labels[rows, steps] if task.per_step else labels[rows]
             weighted = loss(output, part)
-            if not is_whole:
-                weight = task.num_counted(part) / task.num_counted(labels)
+            if not is_whole or may_ignore:
+                weight = task.num_counted(part) * parts / task.num_counted(all_labels)
                 if not task.per_step and config.loss != "last":
                     weight = weight * (len(output) / num_steps)
                 weighted = weighted * weight

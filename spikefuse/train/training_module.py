@@ -304,8 +304,9 @@ class TrainingModule(pl.LightningModule):
         inputs, labels = self.augment(inputs, labels)
         x = self.encode(inputs, share)
         net = self.net if self._axis is None else self.outputs
+        whole = labels, self.processes.data
         loss, predictions = optimize.gradients(
-            net, x, labels[share], self.config, self._loss, self._backward
+            net, x, labels[share], self.config, self._loss, self._backward, whole
         )
         self.activity.count()
         return loss, predictions, labels[share]

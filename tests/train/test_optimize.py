@@ -216,6 +216,34 @@ def test_pieces_of_padded_sequences_count_by_their_targets(
     torch.testing.assert_close([p.grad for p in net.parameters()], grads)
 
 
+def test_parts_of_a_batch_count_by_their_targets(net, batch) -> None:
+    """As those of several processes, whose gradients are averaged."""
+    x, labels = batch[0], torch.randint(0, 3, (B, T))
+    labels[0, 1:], labels[5:] = -100, -100
+    options = {"task": "sequence", "criterion": "cross-entropy", "batch_size": B, "num_steps": T}
+    config = TrainConfig(**options)
+    loss = config.make_task().loss
+
+    def part(rows: slice, parts: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        net.zero_grad()
+        whole = labels, parts
+        value, _ = gradients(
+            net, x[:, rows], labels[rows], config, loss, lambda y, last: y.backward(), whole
+        )
+        return value, [p.grad for p in net.parameters()]
+
+    (expected, wanted), (first, a), (second, b), (third, c) = (
+        part(slice(None), 1),
+        part(slice(3), 3),
+        part(slice(3, 6), 3),
+        part(slice(6, None), 3),
+    )
+    assert third == 0  # no target
+    torch.testing.assert_close((first + second + third) / 3, expected)
+    found = [(g + h + i) / 3 for g, h, i in zip(a, b, c, strict=True)]
+    torch.testing.assert_close(found, wanted)
+
+
 def test_a_batch_without_targets_has_no_gradient(net, batch) -> None:
     x, labels = batch[0], torch.full((B, T), -100)
     for pieces in ({}, {"accumulate": 2, "tbptt": 3}):
@@ -223,7 +251,8 @@ def test_a_batch_without_targets_has_no_gradient(net, batch) -> None:
         config = TrainConfig(**options, **pieces, batch_size=B, num_steps=T)
         net.zero_grad()
         loss = config.make_task().loss
-        gradients(net, x, labels, config, loss, lambda loss, last: loss.backward())
+        value, _ = gradients(net, x, labels, config, loss, lambda loss, last: loss.backward())
+        assert value == 0
         assert not any(p.grad.any() for p in net.parameters())
 
 
