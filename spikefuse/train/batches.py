@@ -77,6 +77,40 @@ def contents(batch: Examples, packed: bool) -> Tensor:
     return batch.packed if packed and isinstance(batch, Frames) else batch.pixels
 
 
+def augment(
+    inputs: Tensor, labels: Tensor, config: TrainConfig, num_classes: int
+) -> tuple[Tensor, Tensor]:
+    """Change a batch at random, as `TrainingModule.augment` does."""
+    if config.drop_events:
+        inputs = data.drop_events(inputs)
+    if config.shift:
+        inputs = data.random_shift(inputs, config.shift)
+    if config.flip:
+        inputs = data.random_flip(inputs)
+    if config.trivial_augment:
+        inputs = data.trivial_augment(inputs)
+    if config.cutout:
+        inputs = data.cutout(inputs, config.cutout)
+    if config.erase:
+        inputs = data.random_erasing(inputs, probability=config.erase)
+    if not config.mixup and not config.cutmix:
+        return inputs, labels
+    one_hot = labels.unsqueeze(1) == torch.arange(num_classes, device=labels.device)
+    batch = inputs, one_hot.float()
+    if not config.mixup:
+        return data.cutmix(*batch, config.cutmix)
+    mixed = data.mixup(*batch, config.mixup)
+    if not config.cutmix:
+        return mixed
+    pasted = data.cutmix(*batch, config.cutmix)
+    first = torch.rand(len(inputs), device=inputs.device) < 0.5
+    values, targets = (
+        torch.where(first.view(-1, *[1] * (a.ndim - 1)), a, b)
+        for a, b in zip(mixed, pasted, strict=True)
+    )
+    return values, targets
+
+
 def encode(inputs: Tensor, config: TrainConfig, share: slice = WHOLE) -> Tensor | Events:
     """Convert a batch to the network's input, as `TrainingModule.encode` does."""
     dataset = config.data

@@ -64,7 +64,7 @@ def gradients(
     num_steps, batch, task = x.shape[0], x.shape[1], config.make_task()
     all_labels, parts = (labels, 1) if whole is None else whole
     is_whole = config.accumulate == 1 and (config.tbptt or num_steps) >= num_steps
-    may_ignore = task.per_step and task.are_classes(labels)
+    may_ignore = task.are_classes(labels) and (task.per_step or parts > 1)
     total, predictions = torch.zeros((), device=x.device), []
     for indices in torch.arange(batch).tensor_split(config.accumulate):
         rows = slice(int(indices[0]), int(indices[-1]) + 1)
@@ -229,7 +229,8 @@ def check_schedulers(schedulers: Sequence[LRSchedulerConfig]) -> None:
         if isinstance(config.scheduler, ReduceLROnPlateau):
             raise ConfigError(
                 "configure_optimizers has returned ReduceLROnPlateau, which needs a metric: keep "
-                "it as an attribute, and call its step in on_validation_epoch_end"
+                "it as an attribute, call its step in on_validation_epoch_end, and leave the "
+                "schedule constant"
             )
         if config.interval not in ("step", "epoch"):
             raise ConfigError(

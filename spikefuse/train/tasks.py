@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spikefuse.nn.losses import IGNORED
+from spikefuse.train.fields import ConfigError
 
 if TYPE_CHECKING:
     from spikefuse.train.processes import Processes
@@ -77,6 +78,23 @@ class Task:
         """Return the dtype and the shape of the targets of some samples."""
         shape = (num_samples, num_steps) if self.per_step else (num_samples,)
         return (torch.int64, shape) if self.of_classes else (torch.float32, (*shape, self.outputs))
+
+    def check(self, targets: Tensor) -> None:
+        """Raise a ConfigError unless a batch of targets has a shape of the table above."""
+        expected: list[str | int] = ["B", "T"] if self.per_step else ["B"]
+        what, is_whole = "whole numbers of classes", not targets.is_floating_point()
+        if not self.of_classes:
+            expected, what, is_whole = [*expected, self.outputs], "values", True
+        elif not is_whole and not self.per_step:
+            expected, is_whole = [*expected, self.outputs], True
+            what = "probabilities of classes; classes themselves are whole numbers"
+        pairs = zip(expected, targets.shape, strict=False)
+        fits = len(expected) == targets.ndim and all(n in ("B", "T", size) for n, size in pairs)
+        if not (fits and is_whole):
+            raise ConfigError(
+                f"the labels of the task {self.name} are {targets.dtype} "
+                f"{list(targets.shape)}: expected [{', '.join(map(str, expected))}], {what}"
+            )
 
     def predict(self, outputs: Tensor) -> Tensor:
         """Return predictions, float32: for each step, the mean over time, or the last step."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from spikefuse import data
 from spikefuse.distributed import gather_steps, shard_time
 from spikefuse.nn import Events, Temporal
 from spikefuse.train import batches, optimize
@@ -24,6 +23,7 @@ from spikefuse.train.config import TrainConfig
 from spikefuse.train.conflicts import constant_norm, ignored_neuron
 from spikefuse.train.extras import optional_callbacks
 from spikefuse.train.fields import ConfigError
+from spikefuse.train.hooks import KeepsHooks, kept
 from spikefuse.train.optimize import learning_rate
 from spikefuse.train.processes import Processes
 from spikefuse.train.seeding import Purpose, reseed, reseeded
@@ -34,14 +34,15 @@ LOG_EVERY_STEPS = 10
 LIGHTNING_PRECISION = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
 
-class TrainingModule(pl.LightningModule):
+class TrainingModule(KeepsHooks, pl.LightningModule):
     """A spiking network that learns the task of `config` from images, event data or series.
 
     A subclass may override `make_network`, `augment`, `encode`, `loss`, `configure_optimizers` and
-    any hook of Lightning. Optimization is manual: `config.clip` and `config.accumulate` take the
-    place of the trainer's options. On a GPU the step, from `augment` to the optimizer, is recorded
-    as a CUDA graph where possible (`config.graph_obstacle`); a step that waits for the GPU or draws
-    random numbers on the CPU runs eagerly, with a warning that names its line.
+    any hook of Lightning; one that does not call `super()` runs before that of this class.
+    Optimization is manual: `config.clip` and `config.accumulate` take the place of the trainer's
+    options. On a GPU the step, from `augment` to the optimizer, is recorded as a CUDA graph where
+    possible (`config.graph_obstacle`); a step that waits for the GPU or draws random numbers on the
+    CPU runs eagerly, with a warning that names its line.
 
     Each epoch with a validation logs train_loss, train_accuracy, val_loss and val_accuracy, and a
     test test_loss and test_accuracy, for Lightning's loggers and callbacks; of values mae and r2 in
@@ -61,6 +62,7 @@ class TrainingModule(pl.LightningModule):
 
     def __init__(self, config: TrainConfig, processes: Processes | None = None) -> None:
         super().__init__()
+        self._hooks_run = set()
         # A training step may have several backward passes, or be the replay of a CUDA graph.
         self.automatic_optimization = False
         self.config = config
@@ -125,35 +127,7 @@ class TrainingModule(pl.LightningModule):
         Returns:
             Inputs for `encode`, and the labels or class probabilities `[B, classes]`, float32.
         """
-        config = self.config
-        if config.drop_events:
-            inputs = data.drop_events(inputs)
-        if config.shift:
-            inputs = data.random_shift(inputs, config.shift)
-        if config.flip:
-            inputs = data.random_flip(inputs)
-        if config.trivial_augment:
-            inputs = data.trivial_augment(inputs)
-        if config.cutout:
-            inputs = data.cutout(inputs, config.cutout)
-        if config.erase:
-            inputs = data.random_erasing(inputs, probability=config.erase)
-        if not config.mixup and not config.cutmix:
-            return inputs, labels
-        one_hot = labels.unsqueeze(1) == torch.arange(self.task.outputs, device=labels.device)
-        batch = inputs, one_hot.float()
-        if not config.mixup:
-            return data.cutmix(*batch, config.cutmix)
-        mixed = data.mixup(*batch, config.mixup)
-        if not config.cutmix:
-            return mixed
-        pasted = data.cutmix(*batch, config.cutmix)
-        first = torch.rand(len(inputs), device=inputs.device) < 0.5
-        values, targets = (
-            torch.where(first.view(-1, *[1] * (a.ndim - 1)), a, b)
-            for a, b in zip(mixed, pasted, strict=True)
-        )
-        return values, targets
+        return batches.augment(inputs, labels, self.config, self.task.outputs)
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Compute the training loss, a scalar.
@@ -195,6 +169,7 @@ class TrainingModule(pl.LightningModule):
         """
         return optimize.make_optimizer(self.config, self, self.device)
 
+    @kept
     def configure_callbacks(self) -> list[pl.Callback]:
         """Return the callbacks for `config.patience` and `config.ema`.
 
@@ -205,6 +180,7 @@ class TrainingModule(pl.LightningModule):
 
     # Training
 
+    @kept
     def on_fit_start(self) -> None:
         if self.trainer.world_size != self.processes.count:
             raise ConfigError(
@@ -230,6 +206,7 @@ class TrainingModule(pl.LightningModule):
             optimize.check_rate(self._optimizer(), self.config.lr)
             self._ratios = optimize.rate_ratios(self._optimizer())
 
+    @kept
     def on_train_start(self) -> None:
         optimize.adapt_state(self._optimizer())
         optimize.check_schedulers(self.trainer.lr_scheduler_configs)
@@ -242,15 +219,18 @@ class TrainingModule(pl.LightningModule):
                 fallback=self.config.cuda_graph is None,
             )
 
+    @kept
     def on_train_end(self) -> None:
         if self.graph is not None:
             self.graph.reset()  # releases its memory
             self.graph = None
 
+    @kept
     def on_train_epoch_start(self) -> None:
         self.totals = Totals(self.task)
         self.activity.restart()
 
+    @kept
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         now = time.perf_counter()
         # A run resumed within an epoch does not call `on_train_epoch_start`.
@@ -259,21 +239,17 @@ class TrainingModule(pl.LightningModule):
         else:
             self._waited += now - self._batch_end
 
+    @kept
     def on_train_batch_end(self, *_: Any) -> None:
         self._batch_end = time.perf_counter()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         reseed(self.config.seed, Purpose.STEP, self.global_step)
         inputs, labels = batch
-        self._check_inputs(inputs)
+        self._check_batch(inputs, labels)
         optimizer = self.optimizers(use_pl_optimizer=True)
-        schedulers = self._schedulers()
-        if not schedulers:
-            steps = int(self.trainer.num_training_batches)
-            rate = learning_rate(self.config, self.global_step, steps)
-            # A callback may have added groups.
-            self._ratios += optimize.rate_ratios(self._optimizer(), len(self._ratios))
-            optimize.set_learning_rate(self._optimizer(), rate, self._ratios)
+        if not self._schedulers():
+            self._set_learning_rate()
         if self.graph is None:
             loss, predictions, shown = self.gradients(inputs, labels)
             optimizer.step()  # type: ignore[union-attr]
@@ -281,8 +257,8 @@ class TrainingModule(pl.LightningModule):
             optimizer._on_before_step()  # type: ignore[union-attr]
             loss, predictions, shown = self.graph(inputs, labels)
             optimizer._on_after_step()  # type: ignore[union-attr]
-        num = int(self.trainer.num_training_batches)
-        epoch = self.current_epoch if batch_idx + 1 == num else None
+        is_last = batch_idx + 1 == self.trainer.num_training_batches
+        epoch = self.current_epoch if is_last or self.trainer.is_last_batch else None
         optimize.step_schedulers(self.trainer.lr_scheduler_configs, batch_idx, epoch)
         self.totals.add(predictions, shown, loss)
         if self.processes.count > 1 and (self.global_step % LOG_EVERY_STEPS) == 0:
@@ -317,14 +293,35 @@ class TrainingModule(pl.LightningModule):
         return getattr(self.encode, "__func__", None) is TrainingModule.encode
 
     def _check_inputs(self, inputs: Tensor) -> None:
-        """Raise ConfigError for images that are scaled already: `encode` divides them by 255."""
+        """Raise ConfigError for images other than bytes, which `encode` divides by 255."""
         if not self._encodes:
             return  # inputs may be of any type
-        if self.config.data.kind == "images" and inputs.is_floating_point():
+        if self.config.data.kind == "images" and inputs.dtype != torch.uint8:
             raise ConfigError(
                 f"the images are {inputs.dtype}: expected bytes, torch.uint8, which `encode` "
                 "divides by 255; or override `encode`"
             )
+
+    def _check_batch(self, inputs: Tensor, labels: Tensor) -> None:
+        self._check_inputs(inputs)
+        self.task.check(labels)
+
+    def _set_learning_rate(self) -> None:
+        """Set the rate of the schedule where it changes, so that a user may change a constant."""
+        step, steps = self.global_step, self.trainer.num_training_batches
+        if math.isinf(steps):
+            if self.config.schedule != "constant" or self.config.warmup:
+                raise ConfigError(
+                    f"the loader has no length, which the schedule {self.config.schedule} with "
+                    f"warmup {self.config.warmup:g} needs: choose Trainer(limit_train_batches=...)"
+                    ", or a constant schedule without warmup"
+                )
+            steps = 1
+        rate = learning_rate(self.config, step, int(steps))
+        # A callback may have added groups.
+        self._ratios += optimize.rate_ratios(self._optimizer(), len(self._ratios))
+        if step == 0 or rate != learning_rate(self.config, step - 1, int(steps)):
+            optimize.set_learning_rate(self._optimizer(), rate, self._ratios)
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Compute the loss and the penalties of the most recent call of the network."""
@@ -356,6 +353,7 @@ class TrainingModule(pl.LightningModule):
         self._optimizer().step()
         return result
 
+    @kept
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         # float16 gradients are unscaled by now.
         optimize.clip(optimizer, self.config.clip)
@@ -384,6 +382,7 @@ class TrainingModule(pl.LightningModule):
 
     # Validation and test
 
+    @kept
     def on_validation_epoch_start(self) -> None:
         # Reading the totals first waits for the device, which is part of the measured time.
         metrics = self.totals.reduced(self.processes, self.device).mean()
@@ -401,6 +400,7 @@ class TrainingModule(pl.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.test_step(batch, batch_idx)
 
+    @kept
     def on_validation_epoch_end(self) -> None:
         if self.trainer.sanity_checking:
             return
@@ -436,17 +436,24 @@ class TrainingModule(pl.LightningModule):
                 "give no spikes"
             )
 
+    @kept
     def on_test_epoch_start(self) -> None:
         self.eval_totals = Totals(self.task)
 
+    @kept
     def on_test_epoch_end(self) -> None:
         metrics = self.eval_totals.reduced(self.processes, self.device).mean()
         self.log_dict({f"test_{name}": value for name, value in metrics.items()})
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return predictions for inputs, or for inputs and labels."""
+        predictions: Tensor = self(batch[0] if isinstance(batch, list | tuple) else batch)
+        return predictions
+
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to `eval_totals`."""
         inputs, labels = batch
-        self._check_inputs(inputs)
+        self._check_batch(inputs, labels)
         share = self.processes.share(len(labels))
         labels = labels[share]
         if len(labels) == 0:  # the last batch may have fewer samples than there are processes
@@ -457,6 +464,7 @@ class TrainingModule(pl.LightningModule):
 
     # Checkpoints
 
+    @kept
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         totals = self.totals.reduced(self.processes, self.device)
         examples = getattr(self.trainer, "datamodule", None)
@@ -467,6 +475,7 @@ class TrainingModule(pl.LightningModule):
             "tally": {"totals": totals.sums.tolist(), "count": totals.count},
         }
 
+    @kept
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         loops = {} if self._trainer is None else self.trainer.fit_loop.state_dict()
         if not same_types(checkpoint["loops"]["fit_loop"], loops):
