@@ -79,17 +79,25 @@ def call_neuron(neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted
 
 def _may_be_batch(neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted) -> bool:
     """Whether a neuron, called by itself, may read the batch `[B, ...]` of a network as time: it is
-    `[B, F]`, or comes from a convolution or a norm, after which sequences need another shape."""
+    `[B, F]`, or comes from a convolution or a norm, after which sequences need another shape,
+    perhaps by a pooling or an activation."""
     x = arguments.inputs[0] if arguments.inputs else None
     if not (isinstance(x, Tensor) and neuron.training and torch.is_grad_enabled()):
         return False
     if x.is_leaf or arguments.states is not None or wanted.final:
         return False
+    if x.ndim == 2:
+        return True
     node = x.grad_fn if is_plain((x,)) else None
-    return x.ndim == 2 or (node is not None and _LAYERS.match(node.name()) is not None)
+    while node is not None and _BETWEEN.match(node.name()):
+        node = node.next_functions[0][0]
+    return node is not None and _LAYERS.match(node.name()) is not None
 
 
 _LAYERS = re.compile("Convolution|(Native|Cudnn|Miopen)BatchNorm")
+_BETWEEN = re.compile(
+    "(Adaptive)?(Max|Avg)Pool|Squeeze|Relu|LeakyRelu|Elu|Gelu|Silu|Hardtanh|NativeDropout|Add|Mul"
+)
 
 
 #: Warnings of this process.
