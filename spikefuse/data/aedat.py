@@ -2,6 +2,7 @@
 
 Source: iniVation, "AEDAT file formats",
 https://docs.inivation.com/software/software-advanced-usage/file-formats
+For the addresses of a DVS128: the extractor of jAER's class DVS128, and dvs128.c of libcaer.
 """
 
 from __future__ import annotations
@@ -19,23 +20,26 @@ END = b"#!END-HEADER"
 # eventValid
 PACKET = struct.Struct("<hhiiiiii")
 POLARITY = 1
-EXTERNAL = 1 << 15  # AEDAT 2.0, DVS128: an event of the input pin, not of a pixel
+# Of AEDAT 2.0 with a DVS128.
+EXTERNAL = 1 << 15  # marks an event of the input pin, not of a pixel
+LAST = 127  # row and column
 
 
 def read_aedat2(path: Path) -> Columns:
-    """Read the address words and timestamps of a DVS128, without interpreting the addresses.
+    """Read the events of a DVS128, upright, as the viewers of jAER and libcaer show them.
 
-    A word has the polarity in bit 0, the X address in bits 1 to 7 and Y in bits 8 to 14.
+    A word has the polarity in bit 0, where 0 is an increase, the X address in bits 1 to 7, counted
+    from the right, and Y in bits 8 to 14, counted from below. Times of 32 bits may wrap around.
     """
     content, start = _header(path, b"2.0")
     if (len(content) - start) % 8:
         raise damaged(path, f"{len(content) - start} bytes are not a multiple of 8, one event")
     words = np.frombuffer(content, ">u4", offset=start).reshape(-1, 2)
     words = words[words[:, 0] & EXTERNAL == 0]
-    address, t = words[:, 0], words[:, 1].astype(np.int64)
+    address, t = words[:, 0], np.unwrap(words[:, 1].astype(np.int64), period=1 << 32)
     if len(wide := address[address > EXTERNAL]):
         raise damaged(path, f"address {wide[0]:#x} does not fit a DVS128")
-    return (address >> 1) & 0x7F, (address >> 8) & 0x7F, address & 1, t
+    return LAST - (address >> 1 & LAST), LAST - (address >> 8 & LAST), 1 - (address & 1), t
 
 
 def read_aedat3(path: Path) -> Columns:

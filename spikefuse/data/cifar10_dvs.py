@@ -59,8 +59,8 @@ def _number(path: Path) -> int:
 def read_cifar10_dvs(path: Path) -> Recording:
     """Read one recording, upright, with time from its earliest event.
 
-    The camera lay on its side: the column is 127 - Y, the row 127 - X of the address, and a
-    polarity bit of 0 is an increase, as in the conversion `dat2mat` that the authors refer to.
+    The camera lay on its side: its columns are rows here, and its rows columns, as in the
+    conversion `dat2mat` that the authors refer to.
     """
-    x, y, p, t = read_aedat2(path)
-    return make_recording((127 - y, 127 - x, 1 - p, t - t.min(initial=TIME_LIMIT)), SIZE, path)
+    row, column, p, t = read_aedat2(path)
+    return make_recording((column, row, p, t - t.min(initial=TIME_LIMIT)), SIZE, path)

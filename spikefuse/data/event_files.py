@@ -54,6 +54,8 @@ def read_events(path: Path, sensor: str | None = None, size: int | None = None) 
         p = np.where(p == -1, 0, p)
     if not len(t):
         raise _unsuitable(path, "it has no event")
+    if t.dtype.kind in "iu" and t.dtype.itemsize == 4:
+        _check_clock(path, t)
     if t.dtype.kind in "ib":  # whose differences may not fit into the same type
         t = t.astype(np.int64)
     if sensor is not None and (x.max() >= width or y.max() >= height):
@@ -65,6 +67,18 @@ def read_events(path: Path, sensor: str | None = None, size: int | None = None) 
     error = damaged if written_by_camera else _unsuitable
     whole = make_recording((x, y, p, t - t.min()), (2, height, width), path, error)
     return whole if size is None else _scaled(whole, size)
+
+
+def _check_clock(path: Path, t: np.ndarray) -> None:
+    """Refuse times of 32 bits that wrap around, which sorting would put before the others."""
+    wraps = np.flatnonzero(np.diff(t.astype(np.int64)) < -(1 << 31))
+    if len(wraps):
+        at = wraps[0] + 1
+        raise _unsuitable(
+            path,
+            f"event {at} has t = {t[at]} after {t[at - 1]}, where a clock of 32 bits wraps around; "
+            "write t as int64, with 2**32 more from there on",
+        )
 
 
 def sensor_of(path: Path, sensor: str | None = None) -> tuple[int, int]:

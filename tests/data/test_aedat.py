@@ -29,9 +29,25 @@ def test_version_3_timestamps_overflow(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_aedat3(tmp_path / "file")[3], t)
 
 
+def test_version_2_is_upright_and_an_increase_is_1(tmp_path: Path) -> None:
+    """An increase in the upper left corner, then a decrease at column 2 of the last row but one."""
+    words = "00007ffe 00000005 000001fb 00000009"
+    (tmp_path / "file").write_bytes(b"#!AER-DAT2.0\r\n" + bytes.fromhex(words))
+    x, y, p, t = (column.tolist() for column in read_aedat2(tmp_path / "file"))
+    assert (x, y, p, t) == ([0, 2], [0, 126], [1, 0], [5, 9])
+
+
+def test_version_2_times_wrap_around(tmp_path: Path) -> None:
+    """One event comes late, behind the first of the next turn."""
+    t = np.array([2**32 - 9, 2**32 - 1, 4, 2**32 - 2, 6])
+    (tmp_path / "file").write_bytes(aedat2_bytes(np.zeros(5, int), t))
+    found = read_aedat2(tmp_path / "file")[3] - 2**32
+    assert found.tolist() == [-9, -1, 4, -2, 6]
+
+
 def test_version_2_splits_the_address(tmp_path: Path) -> None:
     x, y, p, t = random_columns(200, (128, 128), 2)
-    address = y << 8 | x << 1 | p
+    address = (127 - y) << 8 | (127 - x) << 1 | (1 - p)
     address[::7] |= EXTERNAL
     (tmp_path / "file").write_bytes(aedat2_bytes(address, t))
     pixels = address & EXTERNAL == 0

@@ -85,7 +85,7 @@ def test_aedat2_is_of_a_dvs128(tmp_path: Path) -> None:
     (tmp_path / "a.aedat").write_bytes(aedat2_bytes(np.array([5 << 8 | 3 << 1 | 1]), np.array([9])))
     recording = read_events(tmp_path / "a.aedat")
     assert recording.size == (2, 128, 128)
-    assert [*recording.x, *recording.y, *recording.p, *recording.t] == [3, 5, 1, 0]
+    assert [*recording.x, *recording.y, *recording.p, *recording.t] == [124, 122, 0, 0]
 
 
 def test_overflows_in_files_of_nmnist(tmp_path: Path) -> None:
@@ -193,6 +193,17 @@ def test_times_in_seconds_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.npz", (x, y, p, t / 1e6))
     with pytest.raises(data.DataError, match=r"cannot be read \(.* whole number of microseconds"):
         read_events(path, "40x30")
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.int32])
+def test_times_of_32_bits_that_wrap_around_are_refused(tmp_path: Path, dtype: type) -> None:
+    x, last = np.zeros(4, int), np.iinfo(dtype).max
+    np.savez(tmp_path / "a.npz", x=x, y=x, p=x, t=np.array([0, 9, last, last + 3]).astype(dtype))
+    what = rf"event 3 has t = \S+ after {last}, where a clock of 32 bits wraps .* as int64, with 2"
+    with pytest.raises(data.DataError, match=what):
+        read_events(tmp_path / "a.npz", "1x1")
+    np.savez(tmp_path / "a.npz", x=x, y=x, p=x, t=np.array([9, 0, 4, 2], dtype))
+    assert read_events(tmp_path / "a.npz", "1x1").t.tolist() == [0, 2, 4, 9]
 
 
 def test_columns_have_the_same_names_in_all_formats(tmp_path: Path) -> None:
