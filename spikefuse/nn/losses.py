@@ -113,13 +113,17 @@ def mse_count(
     r is the desired rate of a neuron: `correct_rate` for that of the target, `incorrect_rate` for
     all others. The mean squared error of rates is this divided by T.
 
+    `pool_population` sums P neurons, whose rates are P times that of one: for 0.75 per neuron,
+    `correct_rate=P * 0.75`.
+
     Source: Shrestha and Orchard, "SLAYER: Spike Layer Error Reassignment in Time", NeurIPS 2018
-    (the loss on the number of spikes), as in snnTorch's `mse_count_loss`.
+    (the loss on the number of spikes), as in snnTorch's `mse_count_loss`, which truncates T r to a
+    whole number.
 
     Args:
         spikes: `[T, B, N]`, N neurons, one per class.
         target: class indices `[B]`, integers, or class probabilities `[B, N]`.
-        correct_rate, incorrect_rate: spikes per step, in [0, 1].
+        correct_rate, incorrect_rate: spikes per step, in [0, 1], or in [0, P] of P neurons.
         lengths: steps of each sample, `[B]`, integers; None for T.
 
     Raises:
@@ -301,9 +305,11 @@ def rate_bounds(
 def pool_population(x: Tensor, num_classes: int) -> Tensor:
     """Sum the neurons of each class: `y[..., c] = sum_i x[..., c N / C + i]`, a population code.
 
-    The result goes into the losses and metrics that count spikes.
+    The result goes into the losses and metrics that count spikes. The rates of `mse_count` are
+    then spikes per step of all N / C neurons of a class.
 
-    Source: Eshraghian et al., 2023, as for `ce_count` (snnTorch's `population_code=True`).
+    Source: Eshraghian et al., 2023, as for `ce_count` (snnTorch's `population_code=True`, whose
+    rates in `mse_count_loss` are those of one neuron).
 
     Args:
         x: `[..., N]`, neuron after neuron for each class.

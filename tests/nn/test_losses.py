@@ -168,6 +168,15 @@ def test_populations_are_summed() -> None:
     assert losses.pool_population(x, 3).tolist() == [[[1, 5, 9], [13, 17, 21]]]
 
 
+def test_rates_of_a_population_are_those_of_its_neurons() -> None:
+    """Of two neurons, each of which is to fire in 0.75 or 0.25 of 4 steps: 6 and 2 spikes."""
+    s = torch.zeros(4, 1, 4)
+    s[:3, :, :2] = 1
+    s[0, :, 2] = 1
+    counts = losses.pool_population(s, 2)
+    assert losses.mse_count(counts, torch.tensor([0]), 2 * 0.75, 2 * 0.25).item() == 1 / 2 / 4
+
+
 def test_errors_say_what_was_expected() -> None:
     x = torch.rand(T, B, N)
     with pytest.raises(ValueError, match=r"shape \[6, 4\]: expected \[T, B, N\]"):

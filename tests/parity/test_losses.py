@@ -56,6 +56,10 @@ LOSSES = {
         lambda s, y: losses.ce_count(losses.pool_population(s, 3), y % 3),
         lambda s, y: theirs.ce_count_loss(population_code=True, num_classes=3)(s, y % 3),
     ),
+    "count of a population code": (
+        lambda s, y: losses.mse_count(losses.pool_population(s, 3), y % 3, 2 * 0.8, 2 * 0.2),
+        lambda s, y: theirs.mse_count_loss(0.8, 0.2, True, num_classes=3)(s, y % 3),
+    ),
     "SpikingJelly's TET": (losses.ce_rate, functional.temporal_efficient_training_cross_entropy),
 }
 
