@@ -16,7 +16,7 @@ from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import label
 from spikefuse.inspect.observer import ModuleObserver
-from spikefuse.neurons.definition import Neuron, UnknownOutput
+from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, UnknownOutput
 from spikefuse.neurons.per_step import per_step_values
 from spikefuse.nn.call import Scan, active
 from spikefuse.nn.checkpoint import is_recomputed
@@ -76,12 +76,13 @@ class Record(Mapping[str, dict[str, Any]]):
     @property
     def rates(self) -> dict[str, float]:
         """The share of neurons that fire in a step, by layer of neurons, over all calls, each of
-        which counts by the number of its values. Layers whose outputs are not spikes, such as the
-        potentials of `LI`, have none. Padding does not count."""
+        which counts by the number of its values. Of neurons with several outputs, the first counts.
+        Layers whose outputs are not spikes, such as the potentials of `LI`, have none. Padding does
+        not count."""
         self._check()
         rates = {}
         for name, calls in self.calls.items():
-            spikes = [values[SPIKES].detach() for values in calls if SPIKES in values]
+            spikes = [s.detach() for s in first_outputs(calls)]
             if self.lengths is not None:
                 spikes = [s[valid(s, self.lengths)] for s in spikes]
             if spikes and all(are_spikes(s, self._neurons[name]) for s in spikes):
@@ -301,6 +302,12 @@ def are_spikes(y: Tensor, neuron: nn.Module | None = None) -> bool:
     """
     known = fires(neuron) if isinstance(neuron, Neuron) else None
     return bool((y == y.round()).all()) if known is None else known
+
+
+def first_outputs(calls: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    """Return the first output of a neuron, spikes or potentials, in each call that recorded it."""
+    outputs = [values.get(SPIKES, values.get(FIRST_OUTPUT)) for values in calls]
+    return [y for y in outputs if y is not None]
 
 
 def firing_rate(*calls: Tensor) -> float:

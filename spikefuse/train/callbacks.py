@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from spikefuse.data import Examples
 from spikefuse.data.files import replacing
-from spikefuse.inspect.record import record
+from spikefuse.inspect.record import first_outputs, record
 from spikefuse.train.batches import contents
 from spikefuse.train.checkpoint import BEST, LAST, EpochMetrics
 from spikefuse.train.output import show
@@ -154,7 +154,7 @@ def firing(module: Any, examples: Examples) -> dict[str, float]:
     found = {}
     for name, rate in recorded.rates.items():
         found[f"rate_{name}"] = rate
-        silent = [(call["spikes"] == 0).all(0).all(0) for call in recorded.calls[name]]
+        silent = [(spikes == 0).all(0).all(0) for spikes in first_outputs(recorded.calls[name])]
         if len({neurons.shape for neurons in silent}) == 1:
             found[f"silent_{name}"] = torch.stack(silent).all(0).float().mean().item()
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spikefuse.data.files import replacing
 from spikefuse.inspect.plots import raster
-from spikefuse.inspect.record import are_spikes, firing_rate, record
+from spikefuse.inspect.record import are_spikes, firing_rate, first_outputs, record
 from spikefuse.nn import Events
 from spikefuse.train.checkpoint import EpochMetrics
 from spikefuse.train.training_module import TrainingModule, best_epoch
@@ -59,10 +59,9 @@ def record_example(
     x = x.to_dense() if isinstance(x, Events) else x
     spikes = {}
     for name, calls in recorded.calls.items():
-        for i, values in enumerate(calls):
+        for i, y in enumerate(first_outputs(calls)):
             label = f"{name}, call {i + 1}" if len(calls) > 1 else name
-            if "spikes" in values:
-                spikes[label] = values["spikes"][:, 0].float().cpu()
+            spikes[label] = y[:, 0].float().cpu()
     return x[:, 0].cpu(), spikes, output[:, 0].float().cpu()
 
 

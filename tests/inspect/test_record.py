@@ -130,6 +130,42 @@ def test_silent_readouts_have_no_rate(neuron, fires, quantized):
     assert record.rates == sf.report(net, [x]).rates == expected
 
 
+class Traced(sf.Neuron):
+    """Spikes and a trace of them."""
+
+    v = sf.State()
+    trace = sf.State()
+
+    def __init__(self):
+        super().__init__()
+        self.surrogate = sf.surrogate.Arctan()
+
+    def step(self, x, v, trace):
+        v = 0.8 * v + x
+        spikes = self.surrogate(v - 1.0)
+        trace = 0.5 * trace + spikes
+        return (spikes, trace), (v * (1 - spikes), trace)
+
+
+class FirstOfTwo(nn.Module):
+    def __init__(self, neuron):
+        super().__init__()
+        self.neuron, self.layer = neuron, nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(self.neuron(x)[0])
+
+
+def test_rates_of_several_outputs_are_those_of_the_first():
+    torch.manual_seed(0)
+    net, x = sf.Temporal(FirstOfTwo(Traced())), torch.rand(9, 2, 4)
+    with sf.record(net) as record:
+        net(x)
+    fired = record["net.neuron"]["output0"].mean().item()
+    assert 0.1 < fired < 0.9
+    assert record.rates == sf.report(net, [x]).rates == {"net.neuron": pytest.approx(fired)}
+
+
 class Shared(nn.Module):
     """Calls one neuron on inputs of two sizes."""
 

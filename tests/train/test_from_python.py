@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import warnings
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,38 @@ def test_a_network_with_a_shared_neuron(tmp_path: Path, model: Any) -> None:
     # Calls of twelve and of ten neurons have no neurons in common that may be silent.
     assert ("silent_neuron" in row) == (model is ten)
     assert (tmp_path / "run" / "raster.png").exists()
+
+
+class Traced(sf.Neuron):
+    """Spikes and their sum."""
+
+    v = sf.State()
+    count = sf.State()
+
+    def __init__(self):
+        super().__init__()
+        self.surrogate = sf.surrogate.Arctan()
+
+    def step(self, x, v, count):
+        spikes = self.surrogate(v + x - 0.2)
+        return (spikes, count + spikes), ((v + x) * (1 - spikes), count + spikes)
+
+
+def traced(neuron, in_channels, num_classes, size):
+    class Net(nn.Sequential):
+        def forward(self, x):
+            return self.readout(self.neuron(self.layer(x.flatten(1)))[0])
+
+    layers = {"layer": nn.Linear(size[0] * size[1], 9), "neuron": Traced()}
+    return Net(OrderedDict(layers, readout=nn.Linear(9, num_classes)))
+
+
+def test_a_neuron_of_several_outputs_has_the_rate_of_the_first(tmp_path: Path) -> None:
+    sf.train.fit(**SETTINGS, model=traced, out=tmp_path / "run")
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert 0 < float(row["rate_neuron"]) < 1
+    assert 0 <= float(row["silent_neuron"]) < 1
 
 
 def test_a_run_is_extended_as_by_the_command_line(tmp_path: Path) -> None:
