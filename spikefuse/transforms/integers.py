@@ -37,7 +37,8 @@ def to_integers(net: Temporal, step: float = 1.0, bits: int = 8) -> list[Layer]:
     - "Linear", "Conv2d": `y = gain * product + bias`, with the product of `weight` (int8) and the
       input; `gain` and `bias` have a value for each channel;
     - "AvgPool2d": y is the sum over a window; "MaxPool2d", "Flatten": as in `torch.nn`;
-    - "LIF", "IF": y is the spike s, from the input x and a state v, which is 0 at first::
+    - "LIF", "IF", with a single decay, threshold and v_reset, none per channel or neuron: y is the
+      spike s, from the input x and a state v, which is 0 at first::
 
           h = decay * v + gain * x
           s = 1 if h >= threshold else 0
@@ -58,8 +59,8 @@ def to_integers(net: Temporal, step: float = 1.0, bits: int = 8) -> list[Layer]:
     Raises:
         TypeError: `net` is not a `Temporal`.
         ValueError: `step` is not a power of two, torch.fx cannot trace the network, or a layer is
-            none of these, has hooks, is not quantized, or may have sums of 2^24 units. The error
-            names it.
+            none of these, has hooks, is not quantized, has a parameter of several values, or may
+            have sums of 2^24 units. The error names it.
     """
     if not isinstance(net, Temporal):
         raise TypeError(f"net is {net!r}: expected a spikefuse.Temporal")
@@ -135,8 +136,16 @@ def _product(layer: Any, step: float, largest: float) -> tuple[Layer, Values]:
 def _neuron(neuron: Any, step: float, largest: float) -> Layer:
     """The integers of a LIF or IF neuron."""
     tensors = {name: torch.as_tensor(value) for name, value in neuron.values().items()}
-    if not neuron.state_bits or any(tensor.numel() > 1 for tensor in tensors.values()):
-        raise ValueError("expected single parameters, and states of sf.quantize(net, x)")
+    for name, tensor in tensors.items():
+        if tensor.numel() > 1:
+            mean = tensor.mean().item()
+            raise ValueError(
+                f"its {name} has {tensor.numel()} values, expected a single one: construct it "
+                f"with one, such as {type(neuron).__name__}({name}={mean:.3g}), train, and call "
+                "sf.quantize(net, x)"
+            )
+    if not neuron.state_bits:
+        raise ValueError("its states are not quantized: expected states of sf.quantize(net, x)")
     value = {"decay": 1.0, **{name: tensor.item() for name, tensor in tensors.items()}}
     v_step, decay, threshold = value["v_step"], value["decay"], value["threshold"]
     if math.frexp(v_step)[0] != 0.5:

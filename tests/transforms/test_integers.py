@@ -134,7 +134,11 @@ def test_refusals() -> None:
     refused(Centered(4, 4), match=r"'net.0' \(ParametrizedCentered\): expected")
     refused(conv, nn.AvgPool2d(3), match=r"'net.1' \(AvgPool2d\): .*divide by a power of two")
     refused(nn.Linear(4, 4), match=r"'net.0' \(ParametrizedLinear\): its sums of up to", bits=16)
-    refused(nn.Linear(4, 4), sf.LIF(torch.rand(4)), match=r"'net.1' \(LIF\): .*single parameters")
+    for several in (torch.full((4,), 0.75), nn.Parameter(torch.full((4,), 0.75))):
+        for name in ("decay", "threshold"):
+            neuron: Any = sf.LIF(**{name: several})
+            what = rf"its {name} has 4 values, .* such as LIF\({name}=0.75\), train"
+            refused(nn.Linear(4, 4), neuron, match=rf"'net.1' \(LIF\): {what}")
 
     net: Any = sf.Temporal(nn.Sequential(nn.Linear(4, 4), sf.LIF()))
     with pytest.raises(
