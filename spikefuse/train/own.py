@@ -161,10 +161,15 @@ def check_examples(config: Any, parts: Any) -> None:
     """
     dataset, task = config.data, config.make_task()
     read = f"the dataset {dataset.name} has read"
-    several = isinstance(parts, tuple) and len(parts) in (2, 3)
-    for wrong in [p for p in parts if not hasattr(p, "labels")] if several else [parts]:
+    if not isinstance(parts, tuple):
+        wrong = [_kind(parts)]
+    elif len(parts) not in (2, 3):
+        wrong = [f"a tuple of {len(parts)} set{'' if len(parts) == 1 else 's'}"]
+    else:
+        wrong = [_kind(part) for part in parts if not hasattr(part, "labels")]
+    if wrong:
         raise DataError(
-            f"{read} {_kind(wrong)}: expected (training, test) or (training, validation, test) "
+            f"{read} {wrong[0]}: expected (training, test) or (training, validation, test) "
             "examples, each such as Images(pixels, labels)"
         )
     names = ("training", "test") if len(parts) == 2 else ("training", "validation", "test")

@@ -87,6 +87,7 @@ def recordings(path):
 
 events = Dataset((2, 6, 4), NAMES, read_events, "events", {"num_steps": 3}, (".ev", recordings))
 one_part = Dataset((1, 6, 4), NAMES, lambda directory, download: bars(30, 0))
+in_tuple = Dataset((1, 6, 4), NAMES, lambda directory, download: (bars(30, 0),))
 pairs = Dataset((1, 6, 4), NAMES, lambda *_: ((torch.ones(9), torch.ones(9)),) * 2)
 wrong_shape = Dataset((1, 4, 6), NAMES, read)
 wrong_labels = Dataset((1, 6, 4), NAMES[:2], read)
