@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import csv
 import math
+import os
 import warnings
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -193,6 +194,17 @@ def _columns(delimiter: str, found: Sequence[str]) -> str:
     return f"the columns file and label, with {between} between: found {names}"
 
 
+def _file_in(folder: Path, name: str) -> Path | None:
+    """Return the file in the folder of this name or absolute path, or None if there is none."""
+    inner = Path(name)
+    for root in (Path(os.path.abspath(folder)), folder.resolve()):
+        if inner.is_relative_to(root):
+            inner = inner.relative_to(root)
+    file = folder / inner
+    is_inside = ".." not in inner.parts and file.is_relative_to(folder)
+    return file if is_inside and file.is_file() else None
+
+
 def _read_table(
     path: Path, delimiter: str, folder: Path, known: Sequence[str] | None
 ) -> dict[Path, str]:
@@ -217,8 +229,8 @@ def _read_table(
                 columns = header.index("file"), header.index("label")
                 continue
             name, label = (cells[i] if i < len(cells) else "" for i in columns)
-            file = folder / name
-            if ".." in file.parts or not file.is_relative_to(folder) or not file.is_file():
+            file = _file_in(folder, name)
+            if file is None:
                 hint = f", or name {_columns(delimiter, cells)}" if i == 0 else ""
                 raise DataError(f"{at}: {name!r} is not a file in {folder}: correct it{hint}")
             if not label or label not in (known or [label]):

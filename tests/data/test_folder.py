@@ -417,6 +417,27 @@ def test_wrong_rows_of_a_table(tmp_path: Path, row: str, what: str) -> None:
             describe(tmp_path)
 
 
+def test_absolute_paths_in_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the folder is called."""
+    photos, link = tmp_path / "photos", tmp_path / "link"
+    write_photos(photos, 5)
+    link.symlink_to(photos)
+    monkeypatch.chdir(photos)
+    rows = [f"{path},{path.parent.name}" for path in sorted(photos.glob("*/*"))]
+    rows[0] = "cat/0.png,cat"
+    (photos / "labels.csv").write_text("\n".join(rows))
+    for folder in (photos, link, Path("../photos"), Path("../link"), Path()):
+        assert len(data.load(data.image_folder(folder, size=8))[1]) == 3
+    (photos / "labels.csv").write_text("\n".join([*rows, f"{photos / 'cat' / '0.png'},dog"]))
+    with pytest.raises(data.DataError, match=r"0\.png' is listed before, as 'cat'"):
+        data.image_folder("../photos")
+    for outside in (tmp_path / "a.png", photos / ".." / "photos" / "cat" / "0.png"):
+        (tmp_path / "a.png").touch()
+        (photos / "labels.csv").write_text("\n".join([*rows, f"{outside},cat"]))
+        with pytest.raises(data.DataError, match=r"png' is not a file in \.\./photos"):
+            data.image_folder("../photos")
+
+
 def test_errors_of_a_folder(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match=r"nowhere is not a folder: expected one"):
         data.image_folder(tmp_path / "nowhere")
