@@ -42,7 +42,8 @@ def event_folder(
     in AEDAT 2.0 (of a DVS128), 3.1 or 4 (.aedat, .aedat4), Prophesee's EVT 2, 2.1, 3 (.raw) or DAT
     (.dat), ES (.es), the format of N-MNIST (.bin), HDF5 (.h5, .hdf5), NumPy (.npy, .npz) or CSV.
     HDF5 and .npz hold arrays x, y, p and t, in HDF5 also in a group `events`; .npy and CSV have
-    fields or columns of these names. Times are in microseconds, and count from the first event.
+    fields or columns of these names. Times are in microseconds, and count from the first event;
+    events are sorted by time. Row 0 is the upper one, and polarity 1 an increase of brightness.
 
     Args:
         path: of the folder.

@@ -90,7 +90,8 @@ class TrainConfig:
         lr: learning rate.
         schedule: learning-rate schedule; cosine decays to 0 by the end of the run, one-cycle rises
             first, step divides by 10 every --step-epochs.
-        step_epochs: epochs between steps, with --schedule step; by default a third of the run.
+        step_epochs: epochs between steps, with --schedule step; by default a third of the run,
+            rounded up.
         warmup: epochs over which the learning rate rises at the start; by default 0; with one-cycle
             0.3 of the run.
         weight_decay: weight decay of the weights of layers, not of norms, biases and neurons; by
