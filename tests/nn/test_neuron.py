@@ -414,17 +414,30 @@ def forgetful() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), sf.LIF(), nn.Linear(5, 2))
 
 
-def forgetful_of_images(norm: bool) -> nn.Module:
-    layers = [nn.Conv2d(3, 4, 1), *[nn.BatchNorm2d(4)] * norm, sf.LIF(), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(16, 2))
+def forgetful_of_images(kind: str = "norm") -> nn.Module:
+    between = {
+        "convolution": [],
+        "norm": [nn.BatchNorm2d(4)],
+        "max pooling": [nn.MaxPool2d(1)],
+        "average pooling": [nn.BatchNorm2d(4), nn.AvgPool2d(1)],
+        "adaptive pooling": [nn.AdaptiveAvgPool2d(2)],
+        "activation": [nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1)],
+    }[kind]
+    return nn.Sequential(nn.Conv2d(3, 4, 1), *between, sf.LIF(), nn.Flatten(), nn.Linear(16, 2))
 
 
-@pytest.mark.parametrize("kind", ["linear", "convolution", "norm"])
+KINDS = (
+    *("linear", "convolution", "norm", "max pooling", "average pooling", "adaptive pooling"),
+    "activation",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_network_without_temporal_warns_once(kind, monkeypatch):
     monkeypatch.setattr(calls, "warned", set())
     net, x = forgetful(), torch.rand(4, 3)
     if kind != "linear":
-        net, x = forgetful_of_images(kind == "norm"), torch.rand(4, 3, 2, 2)
+        net, x = forgetful_of_images(kind), torch.rand(4, 3, 2, 2)
     with pytest.warns(UserWarning, match=r"read.* dim 0 .* as time.*net = spikefuse.Temporal"):
         net(x)
     net(x)
@@ -442,9 +455,10 @@ def test_calls_on_sequences_do_not_warn(monkeypatch):
     net, x, step = forgetful(), torch.rand(4, 1, 3), torch.rand(4, 3)
     net(x)
     sf.Temporal(net)(x)
-    sf.Temporal(forgetful_of_images(True))(torch.rand(4, 2, 3, 2, 2))
+    sf.Temporal(forgetful_of_images())(torch.rand(4, 2, 3, 2, 2))
     y = nn.Conv2d(3, 4, 1)(torch.rand(8, 3, 2, 2))
     sf.LIF()(y.unflatten(0, (4, 2)))
+    sf.LIF()(nn.functional.max_pool2d(y, 2).unflatten(0, (4, 2)))
     sf.Stream(net)(step)
     net.eval()(step)
     with torch.no_grad():
