@@ -161,6 +161,8 @@ class Neuron(Holder):
     #: Names of the outputs, new states and exposed values that the step returns, none for its
     #: outputs.
     _selected: tuple[str, ...] = ()
+    #: The module of another library that `spikefuse.convert` has made this neuron from, as text.
+    _converted_from: str = ""
     #: The exposed values of a running step, None if none is selected.
     _exposed: dict[str, Tensor] | None = None
     #: The declared states by name, those of base classes first.

@@ -125,7 +125,9 @@ def owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 # Attributes that no step reads: those of every nn.Module except `training`, and our own.
-INTERNAL = (set(vars(nn.Module())) - {"training"}) | {"_description", CHECKS, VERSION}
+INTERNAL = (set(vars(nn.Module())) - {"training"}) | {
+    *("_description", "_converted_from", CHECKS, VERSION),
+}
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
@@ -157,6 +159,7 @@ def class_constants(module: nn.Module) -> Iterator[tuple[str, Any]]:
         "states",
         "input_names",
         "has_first_states",
+        "_converted_from",
         *(states if isinstance(states, dict) else ()),
         *(name for name, _ in _attributes(module)),
     }

@@ -17,7 +17,7 @@ from spikefuse._torch import top_saved_tensors_hooks
 from spikefuse.memory.policies import Policy, Recompute
 from spikefuse.memory.spikes import MIN_VALUES, RecordingHook, Spikes, unpack
 from spikefuse.neurons.checks import is_plain
-from spikefuse.neurons.definition import States
+from spikefuse.neurons.definition import Neuron, States
 from spikefuse.scan.layout import unflatten_steps
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.state_passing import StatePassing
@@ -43,6 +43,8 @@ class TemporalCall:
         modules: of the network that is called, itself first; empty if they are not known.
         policy: what layers save for backward; None for `Recompute()`.
         repeats: how many such calls a `Loop` makes.
+        called: the converted neurons that have run, see `refuse_second_call`; none in a copy by
+            `replace`.
     """
 
     num_steps: int
@@ -57,6 +59,7 @@ class TemporalCall:
     modules: Sequence[nn.Module] = ()
     policy: Policy | None = None
     repeats: int = 1
+    called: set[nn.Module] = field(default_factory=set, init=False)
 
     @property
     def has_states(self) -> bool:
@@ -173,9 +176,28 @@ class _Active(threading.local):
         self.captures = False
         #: Where neurons register binary outputs, None if layers save spikes as they are.
         self.spikes: Spikes | None = None
+        #: The same as `TemporalCall.called`, for a converted network that takes sequences.
+        self.called: set[nn.Module] | None = None
 
 
 active = _Active()
+
+
+def refuse_second_call(neuron: Neuron) -> None:
+    """Raise a ValueError if a neuron that `convert` has made has run before in this call of its
+    network. Reading the code, `convert` finds the plain loops over time only."""
+    call = active.call
+    called = call.called if active.called is None and call is not None else active.called
+    if called is None:
+        return
+    if neuron in called:
+        raise ValueError(
+            f"{neuron._converted_from} is called a second time in one call of the network. In the "
+            "library that it was converted from, its state goes on from call to call, but here "
+            "each call starts from rest: write forward for one time step, without a loop over "
+            "time, and use a module for each call"
+        )
+    called.add(neuron)
 
 
 @contextlib.contextmanager

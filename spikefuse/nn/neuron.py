@@ -17,7 +17,7 @@ from spikefuse.neurons.checks import check_tensor, is_dense, is_plain
 from spikefuse.neurons.definition import Neuron, States, ValuePerStep, first_states, with_outputs
 from spikefuse.neurons.parameters import shallow_copy
 from spikefuse.neurons.per_step import per_step_values, with_inputs
-from spikefuse.nn.call import Scan, active, mark_binary, wants_bits
+from spikefuse.nn.call import Scan, active, mark_binary, refuse_second_call, wants_bits
 from spikefuse.nn.checkpoint import refuse_recomputation
 from spikefuse.nn.symbolic import leaf
 from spikefuse.scan import op
@@ -52,6 +52,8 @@ Neuron.forward = forward
 
 def call_neuron(neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted) -> Any:
     """Call a neuron by its own scan or by that of a layer around it."""
+    if neuron._converted_from:
+        refuse_second_call(neuron)
     call = active.call
     if call is not None and id(neuron) not in call.names:
         call.refuse_rows(neuron, arguments.inputs)

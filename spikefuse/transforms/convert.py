@@ -25,6 +25,8 @@ from spikefuse.transforms.converters.common import (
     Library,
     Refusal,
     Rule,
+    begin_call,
+    end_call,
 )
 from spikefuse.transforms.converters.forward_code import CodeReader, GraphReader, Roles
 from spikefuse.transforms.converters.over_time import over_time, refuse_temporal
@@ -192,6 +194,8 @@ class _Converter:
                 result = copying.copy(result)
                 separate(result)
             result.register_forward_pre_hook(refuse_temporal)
+            result.register_forward_pre_hook(begin_call)
+            result.register_forward_hook(end_call, always_call=True)
             kind = type(self.model).__name__
             note = f"call it as the original, without Temporal: {self.time_line}"
             self.table.rows.append(Row("", kind, kind, note))
@@ -255,6 +259,10 @@ class _Converter:
             rule = _rule_of(module)
             for child in made.modules() if rule is not None and rule.is_stateful else ():
                 child.training = module.training
+                if isinstance(child, Neuron):
+                    child.__dict__["_converted_from"] = _label(name, module)
+            if type(module) in self.extra and isinstance(made, Neuron):
+                made.__dict__["_converted_from"] = _label(name, module)
         if type(made) is not type(module) or note:
             self.table.rows.append(Row(name, _text(module), _text(made), note))
         return made

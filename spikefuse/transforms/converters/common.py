@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from spikefuse._torch import separate
 from spikefuse.neurons.learnable import Learnable
 from spikefuse.neurons.surrogate import Surrogate
+from spikefuse.nn.call import active
 
 #: How a module is called: with all time steps, `[T, B, ...]`; once per step, `[B, ...]`; or, a
 #: stateless one, once with all steps folded into the batch, `[T*B, ...]`.
@@ -183,3 +184,13 @@ class Above(Surrogate):
 
     def learns(self, name: str) -> bool:
         return self.inner.learns(name.removeprefix("inner."))
+
+
+def begin_call(network: nn.Module, args: Any) -> None:
+    """Forward pre-hook of a converted network that takes sequences."""
+    active.called = set()
+
+
+def end_call(network: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook of such a network, which also runs after an error."""
+    active.called = None
