@@ -1,4 +1,4 @@
-"""Copies of networks whose weights hooks compute, such as pruned ones."""
+"""Copies of networks that hold tensors with a graph, such as pruned ones."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from spikefuse.nn.nesting import named_values
+
 M = TypeVar("M", bound=nn.Module)
 
 
 def copied(net: M, plain: bool = True) -> M:
-    """Return a deep copy, also if hooks have computed weights with a gradient.
+    """Return a deep copy, also if hooks have computed weights with a gradient, or neurons of
+    another library hold states with one.
 
     Args:
         plain: turn pruned weights into parameters, as `torch.nn.utils.prune.remove` does. Otherwise
@@ -21,7 +24,7 @@ def copied(net: M, plain: bool = True) -> M:
     computed = {
         id(value): value.detach().clone()
         for module in net.modules()
-        for value in vars(module).values()
+        for _, value in named_values(vars(module))
         if isinstance(value, Tensor) and not value.is_leaf
     }
     result = copy.deepcopy(net, computed)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import spikefuse as sf
+from tests.transforms.clock_driven import LIFNode
 
 
 def pruned(activation: Callable[[], nn.Module]) -> tuple[nn.Module, Tensor]:
@@ -67,3 +68,14 @@ def test_binary_spikes() -> None:
     torch.testing.assert_close(binary(x), temporal(x))
     assert prune.is_pruned(temporal)
     assert not prune.is_pruned(binary)
+
+
+def test_copies_of_networks_that_hold_states():
+    net, x = nn.Sequential(nn.Linear(5, 5), LIFNode(v_threshold=0.1)), torch.randn(6, 2, 5)
+    expected = torch.stack([net(step) for step in x])
+    net[1].registered = {"v": net[1].v}  # as SpikingJelly 2.0.0
+    net[1].register_buffer("mem", net[1].v, persistent=False)  # as snnTorch
+    ours = sf.convert(net, copy=True)
+    assert torch.equal(sf.Temporal(ours)(x), expected)
+    assert ours[0].weight is not net[0].weight
+    assert net[1].v.requires_grad
