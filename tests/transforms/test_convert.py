@@ -385,9 +385,33 @@ class Indexed(PiecewiseExp):
         return x[x >= 0]
 
 
-def test_a_surrogate_that_compiles(backends):
+class Unit(PiecewiseExp.Function):
+    """Takes the potential alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return PiecewiseExp.Function.forward(ctx, x, 1.5)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return PiecewiseExp.Function.backward(ctx, grad)[0]
+
+
+class Clipped(Unit):
+    @staticmethod
+    def backward(ctx, grad):
+        return Unit.backward(ctx, grad).clamp(-0.3, 0.3)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [PiecewiseExp(), Unit.apply, lambda u: PiecewiseExp.Function.apply(u, 1.5)],
+    ids=["class", "apply", "function"],
+)
+def test_a_surrogate_that_compiles(backends, function):
     node = LIFNode()
-    node.surrogate_function = PiecewiseExp()
+    del node.surrogate_function
+    node.surrogate_function = function
     x = 2 * torch.rand(6, 3, 5, device=backends.device)
     theirs, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
     expected = torch.stack([node(step) for step in theirs])
@@ -402,6 +426,23 @@ def test_a_surrogate_that_does_not_compile():
     node = LIFNode()
     node.surrogate_function = Indexed()
     with pytest.raises(ValueError, match=r"Indexed can't be compiled \(.*test_convert.py, line"):
+        convert(node)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (Clipped.apply, r"Clipped\.apply .*its backward does not multiply the gradient by a func"),
+        (lambda u: (u >= 0).to(u), r"<lambda> can't be compiled \(it has no derivative\): use"),
+        (nn.Sigmoid(), r"Sigmoid .*\(it is no function, and has no static spiking_function\): use"),
+    ],
+    ids=["clipped", "constant", "module"],
+)
+def test_functions_that_are_no_surrogates(function, message):
+    node = LIFNode()
+    del node.surrogate_function
+    node.surrogate_function = function
+    with pytest.raises(ValueError, match=message):
         convert(node)
 
 

@@ -61,15 +61,14 @@ SURROGATES: dict[str, Callable[[float], S.Surrogate]] = {
 
 
 class Differentiated(S.Surrogate):
-    """The static `spiking_function(x, **values)` of one of their classes."""
+    """A function `spikes = function(u, **values)` with the derivative that autograd computes."""
 
-    def __init__(self, kind: type, **values: Any) -> None:
+    def __init__(self, function: Callable[..., Tensor], **values: Any) -> None:
         super().__init__()
-        self.kind, self.values = kind, tuple(values.items())
+        self.function, self.values = function, tuple(values.items())
 
     def spike(self, u: Tensor) -> Tensor:
-        result: Tensor = cast(Any, self.kind).spiking_function(u, **dict(self.values))
-        return result
+        return self.function(u, **dict(self.values))
 
     def derivative(self, u: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -87,18 +86,41 @@ def surrogate_of(function: Any) -> S.Surrogate:
         raise Refusal("its surrogate emits no spikes: call set_spiking_mode(True) on it")
     if is_theirs and kind.__name__ in SURROGATES:
         return SURROGATES[kind.__name__](float(getattr(function, "alpha", 1.0)))
+    spike: Any = getattr(kind, "spiking_function", None)
+    name, values = kind.__name__, dict[str, Any]()
+    if inspect.isroutine(function):  # also `apply` of a torch.autograd.Function
+        owner, spike = getattr(function, "__self__", None), function
+        name = f"{owner.__name__}.apply" if isinstance(owner, type) else function.__qualname__
     try:
-        names = list(inspect.signature(kind.spiking_function).parameters)[1:]
-        made = Differentiated(kind, **{name: getattr(function, name) for name in names})
-        reason = refusal_of(IF(surrogate=made))
-    except (AttributeError, TypeError) as error:
+        if spike is None:
+            raise TypeError("it is no function, and has no static spiking_function")
+        if spike is not function:
+            names = list(inspect.signature(spike).parameters)[1:]
+            values = {name: getattr(function, name) for name in names}
+        made = Differentiated(spike, **values)
+        reason = _refusal_of_backward(made) or refusal_of(IF(surrogate=made))
+    except (AttributeError, TypeError, RuntimeError) as error:
         reason = str(error)
     if reason:
         raise Refusal(
-            f"its surrogate {kind.__name__} can't be compiled ({reason}): use one of "
+            f"its surrogate {name} can't be compiled ({reason}): use one of "
             f"{', '.join(SURROGATES)}, or a spikefuse.surrogate.Custom as surrogate_function"
         )
     return made
+
+
+def _refusal_of_backward(surrogate: Differentiated) -> str:
+    """Why the backward of a function is not the product with a derivative; "" if it is."""
+    found = []
+    with torch.inference_mode(False), torch.enable_grad():
+        for g in (1.0, -1e3):
+            u = torch.linspace(-2, 2, 101, requires_grad=True)
+            spikes = surrogate.spike(u)
+            if not spikes.requires_grad:
+                return "it has no derivative"
+            found += [x / g for x in torch.autograd.grad(spikes, u, torch.full_like(spikes, g))]
+    is_product = torch.allclose(found[0], found[1], rtol=1e-3, equal_nan=True)
+    return "" if is_product else "its backward does not multiply the gradient by a function of u"
 
 
 def refuse_options(m: Any) -> None:
