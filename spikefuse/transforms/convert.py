@@ -107,9 +107,14 @@ def convert(
     Equal spikes mean: equal in exact arithmetic. In float32, a potential within rounding of its
     threshold may spike in one library only.
 
-    Nothing is converted by guess. An error lists all modules without an equivalent, and all lines
-    of a `forward` that loop over time or pass states. Code for both of SpikingJelly's step modes,
-    `if self.conv.step_mode == "s": ...`, runs in step mode "s".
+    Nothing is converted by guess. An error lists all modules without an equivalent, and the lines
+    of a `forward` that, read as source, loop over time or pass states. A converted neuron that is
+    called a second time in one call of the network, as in a loop that reading does not find, raises
+    a ValueError there. Code for both of SpikingJelly's step modes, `if self.conv.step_mode == "s":
+    ...`, runs in step mode "s".
+
+    Inside `Temporal`, code for one step sees T*B rows: where it reduces over the batch or the whole
+    tensor, as in `y / y.norm()` or `y - y.mean(0)`, it mixes steps, without an error.
 
     Modules of torch around a network are looked into, such as `nn.DataParallel`, `AveragedModel`,
     and `fx.GraphModule`; of a compiled module, the network in it is converted.
