@@ -340,9 +340,10 @@ class _Operations:
             return value
         if value.data_ptr() in self.seen:
             return self.seen[value.data_ptr()][1]
-        if value.numel() != 1:
+        if value.numel() != 1 or value.requires_grad:
+            what = "learned" if value.requires_grad else "constant"
             raise UnsupportedOperation(
-                f"{self.step} uses a constant tensor of shape {list(value.shape)}: make it an "
+                f"{self.step} uses a {what} tensor of shape {list(value.shape)}: make it an "
                 "attribute of the neuron, with one value or one per channel"
             )
         return value.item()

@@ -351,6 +351,33 @@ def test_constants_in_double_precision():
         torch.set_default_dtype(torch.float32)
 
 
+def test_learned_tensors_are_attributes():
+    """Kernels would return no gradient for another one, and keep its first value."""
+    learned = nn.Parameter(torch.tensor(2.0))
+
+    class Slope(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return (x > 0.0).float()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * torch.exp(-learned * ctx.saved_tensors[0].abs())
+
+    x = torch.rand(3, 4, requires_grad=True)
+    for function in (
+        lambda self, x, v: x * learned + v,
+        lambda self, x, v: x * torch.sigmoid(learned),
+        lambda self, x, v: Slope.apply(x - 0.5),
+        lambda self, x, v: sf.surrogate.Custom(lambda u: torch.sigmoid(learned * u))(x - 0.5),
+    ):
+        neuron = defined_by(function)
+        with pytest.raises(sf.UnsupportedOperation, match=r"uses a learned tensor of shape \[\]"):
+            neuron(x).sum().backward()
+        assert neuron(x, impl="reference").requires_grad
+
+
 @pytest.mark.parametrize(
     "function",
     [lambda self, x, v: x * WEIGHTS, lambda self, x, v: x + torch.tensor([0.5, 1.5, 2.5])],
