@@ -123,3 +123,5 @@ def _call_directly(node: fx.Node) -> None:
         node.target = operations.batch_norm
         repeats = node.meta.get("repeats", 1)
         node.kwargs = {**node.kwargs, "repeats": repeats, **synchronized(node)}
+    elif node.target is operations.FUNCTION:
+        node.target = operations.apply_function

@@ -35,7 +35,8 @@ def checkpointed(gm: fx.GraphModule, chunks: int) -> fx.GraphModule:
     last; at most about `chunks` of them."""
     walk = _Walk(gm.graph)
     cuts = _plan(list(walk.places()), chunks)
-    if not cuts:
+    # PyTorch raises an error where a saved tensor was overwritten, but not where it is recomputed.
+    if not cuts or _overwrites(gm.graph, walk.binary):
         return gm
     is_first = [i in cuts for i in range(len(walk.nodes))]
     parts = dict(zip(walk.nodes, accumulate(is_first), strict=True))
@@ -124,6 +125,22 @@ def _changed_by(node: fx.Node) -> list[fx.Node]:
     return operations.updated_statistics(node) or changed_by(node)
 
 
+def _overwrites(graph: fx.Graph, binary: Container[int | None]) -> bool:
+    """Whether a node changes a tensor in place that backward of an earlier one may need, and that
+    is not saved as bits."""
+    read: set[int | None] = set()
+    for node in graph.nodes:
+        statistics = operations.updated_statistics(node)
+        if any(storage_of(x) in read for x in _changed_by(node) if x not in statistics):
+            return True
+        results = value(node) if isinstance(value(node), tuple | list) else [value(node)]
+        if any(isinstance(y, Tensor) and y.requires_grad for y in results):
+            tensors = [x for x in node.all_input_nodes if x not in statistics]
+            read |= {storage_of(x) for x in tensors if not _are_bits(x, binary)}
+            read -= {storage_of(node), None}
+    return False
+
+
 def _is_read(changed: fx.Node) -> bool:
     """Whether results depend on the values of a tensor that the graph changes."""
     for user in changed.users:
@@ -147,6 +164,11 @@ def _binary_storages(graph: fx.Graph) -> set[int | None]:
         if is_binary:
             binary.add(storage_of(node))
     return binary
+
+
+def _are_bits(node: fx.Node, binary: Container[int | None]) -> bool:
+    """Whether a tensor is saved as bits, given the storages of spikes."""
+    return storage_of(node) in binary and value(node).numel() >= MIN_VALUES
 
 
 @dataclass
@@ -224,9 +246,9 @@ class _Walk:
         x, storage = value(node), storage_of(node)
         if storage is None:
             return -1, 0
-        size, num = x.untyped_storage().nbytes(), x.numel()
-        if storage in self.binary and num >= MIN_VALUES:
-            size = num // 8
+        size = x.untyped_storage().nbytes()
+        if _are_bits(node, self.binary):
+            size = x.numel() // 8
         return self.computed_by[storage], size
 
 

@@ -24,11 +24,14 @@ from spikefuse.neurons.description import bind
 from spikefuse.nn import pool
 from spikefuse.nn.call import active, current_policy, inside, mark_binary
 from spikefuse.scan import op
+from spikefuse.scan.double_backward import refuse_double_backward
 from spikefuse.scan.kinds import CHANNEL, FLOAT, SCALAR
 from spikefuse.scan.program import program
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.state_passing import StatePassing
 
+#: As which TorchDynamo records autograd Functions of users, and surrogates of layers over time.
+FUNCTION = torch.ops.higher_order.autograd_function_apply
 _SCANS = torch.ops.spikefuse.scan, torch.ops.spikefuse.scan.default
 
 
@@ -53,6 +56,31 @@ class ScanNode:
         params, scalars = block.select(self.program, self.params, self.scalars)
         arguments = Arguments(inputs, self.states, params, (), scalars)
         return block.name, arguments, norms, self.final
+
+
+class _Once(torch.autograd.Function):
+    """The identity; its gradients raise an error when they are differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        return tuple([x.view_as(x) for x in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return refuse_double_backward(grads, *grads, *ctx.saved_tensors)
+
+
+def apply_function(forward: Any, backward: Any, *args: Any, **options: Any) -> Any:
+    """Call an autograd Function that TorchDynamo has captured, whose second derivatives would be
+    wrong: its backward reads what forward has saved as constants."""
+    places = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
+    if places and not options.get("dirty_idx"):  # inputs that it changes must be themselves
+        inputs = list(args)
+        for i, x in zip(places, _Once.apply(*[args[i] for i in places]), strict=True):
+            inputs[i] = x
+        args = tuple(inputs)
+    return FUNCTION(forward, backward, *args, **options)
 
 
 def binary_outputs(node: fx.Node) -> Sequence[bool]:

@@ -409,6 +409,74 @@ def test_double_backward_is_refused():
         (gradient.square().sum() + x.square().sum()).backward()
 
 
+class Step(torch.autograd.Function):
+    """A surrogate of a user."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (x >= 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        s = torch.sigmoid(4 * ctx.saved_tensors[0])
+        return grad * 4 * s * (1 - s)
+
+
+class Applied(nn.Module):
+    def forward(self, x):
+        return Step.apply(x)
+
+
+@pytest.mark.parametrize("policy", [None, Checkpoint(2)])
+@pytest.mark.parametrize("loss", [torch.sum, lambda y: y.square().sum()])
+@pytest.mark.parametrize("make", [Applied, lambda: sf.PSN(4)])
+def test_double_backward_of_functions_is_refused(make, loss, policy):
+    """TorchDynamo captures an autograd.Function without the derivatives of its derivative."""
+    plain = sf.Temporal(nn.Sequential(nn.Linear(5, 6), make(), nn.Linear(6, 3)))
+    x, found = torch.rand(4, 2, 5, requires_grad=True), []
+    for net in (plain, sf.fuse(sf.Temporal(plain.net, policy))):
+        found.append(torch.autograd.grad(loss(net(x)), x, create_graph=True)[0])
+    assert found[0].any()
+    assert torch.equal(*found)
+    assert torch.autograd.grad(found[0].square().sum(), x)[0].any()
+    with pytest.raises(RuntimeError, match=r"double backward.* through an autograd.Function"):
+        torch.autograd.grad(found[1].square().sum(), x)
+
+
+class Overwrites(nn.Module):
+    """Changes a tensor in place that backward needs, in one of several ways."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.first, self.last, self.what = nn.Linear(8, 64), nn.Linear(64, 64), what
+        self.neurons = nn.ModuleList(sf.LIF(threshold=0.3) for _ in range(2))
+
+    def forward(self, x):
+        s = self.neurons[0](self.first(x))
+        h = self.last(s)
+        if self.what == "weight":
+            with torch.no_grad():
+                self.last.weight.clamp_(-0.01, 0.01)
+        elif self.what == "activation":
+            y = h * h
+            h.add_(1.0)
+            h = h + y
+        return self.neurons[1](h)
+
+
+@pytest.mark.parametrize("what", ["weight", "activation"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_tensors_overwritten_in_the_network_are_refused(what, fused):
+    x = torch.randn(4, 64, 8)
+    for policy in (None, Checkpoint(2)):
+        net = sf.Temporal(Overwrites(what), policy)
+        y = (sf.fuse(net) if fused else net)(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    assert segments(made(lambda: Overwrites("nothing"), Checkpoint(2)), x) >= 1
+
+
 def test_a_parameter_changed_before_backward_is_refused():
     net, x = made(Mixed, Checkpoint()), make_input(SHAPE)
     y = net(x)
