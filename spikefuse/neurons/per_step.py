@@ -21,7 +21,7 @@ def per_step_values(values: dict[str, Any], x: Tensor) -> dict[str, Tensor]:
     for name, value in found.items():
         expected = [len(x), 1, *x.shape[2:]]
         pairs = zip(value.shape[1:], expected[1:], strict=True)
-        if value.shape[0] != len(x) or not all(n in (1, m) for n, m in pairs):
+        if value.shape[0] not in (1, len(x)) or not all(n in (1, m) for n, m in pairs):
             raise ValueError(
                 f"parameter '{name}' has shape {list(value.shape)}: with as many dims as the "
                 f"input, it has a value per step, and must broadcast to {expected}"

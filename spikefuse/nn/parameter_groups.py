@@ -31,8 +31,11 @@ def parameter_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]
 
     Raises:
         TypeError: `net` is not a module.
+        ValueError: `weight_decay` is negative.
     """
     check_module("net", net)
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay is {weight_decay!r}: expected a number of at least 0")
     exempt = {
         id(parameter)
         for module in net.modules()

@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from spikefuse._torch import user_hooks
 from spikefuse.graph.nodes import name_of
+from spikefuse.neurons.checks import integer
 from spikefuse.neurons.if_ import IF
 from spikefuse.neurons.lif import LIF
 from spikefuse.nn.temporal import Temporal
@@ -66,6 +67,7 @@ def to_integers(net: Temporal, step: float = 1.0, bits: int = 8) -> list[Layer]:
         raise TypeError(f"net is {net!r}: expected a spikefuse.Temporal")
     if not (step > 0 and math.frexp(step)[0] == 0.5):
         raise ValueError(f"step is {step!r}: expected a power of two, such as 1 / 256")
+    bits = integer("bits", bits)
     for name, part in net.named_modules():
         if user_hooks(part):
             where = f"'{name}' ({type(part).__name__})" if name else "the network"

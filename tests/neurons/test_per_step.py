@@ -54,3 +54,22 @@ def test_calls_share_a_definition_and_read_values_anew():
     changed, v = potentials(2.0)
     assert v == (1.0 * 0.25 + 2.0 - 2.0) * 0.25
     assert changed is not first
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3, 1, 1), (1, 1, 1, 1, 1), (4, 1, 3, 1, 1)])
+def test_values_that_broadcast_over_a_sequence(shape):
+    torch.manual_seed(0)
+    x, decay = torch.rand(4, 2, 3, 5, 5), torch.rand(shape)
+    v, expected = torch.zeros(2, 3, 5, 5), []
+    for t in range(4):
+        h = decay.expand(4, 1, *shape[2:])[t] * v + x[t]
+        s = (h >= 0.5).float()
+        v = h * (1 - s)
+        expected.append(s)
+    gradients = []
+    for impl in ("auto", "reference"):
+        neuron = sf.LIF(nn.Parameter(decay), threshold=0.5)
+        y = neuron(x, impl=impl)
+        assert torch.equal(y, torch.stack(expected))
+        gradients.append(torch.autograd.grad(y.square().sum(), neuron.decay)[0])
+    torch.testing.assert_close(*gradients)

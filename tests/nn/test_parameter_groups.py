@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,3 +22,8 @@ def test_neurons_norms_and_biases_are_exempt() -> None:
     found = {id(p) for group in (decayed, exempt) for p in group["params"]}
     assert found == set(map(id, net.parameters()))
     torch.optim.SGD([decayed, exempt], lr=0.1)
+
+
+def test_a_negative_weight_decay() -> None:
+    with pytest.raises(ValueError, match=r"weight_decay is -0\.1: expected a number of at least 0"):
+        sf.nn.parameter_groups(nn.Linear(2, 2), -0.1)

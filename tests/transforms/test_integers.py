@@ -157,6 +157,8 @@ def test_refusals() -> None:
         sf.to_integers(hooked, 1 / 256)
     with pytest.raises(ValueError, match=r"step is 0\.3: expected a power of two"):
         sf.to_integers(net, step=0.3)
+    with pytest.raises(ValueError, match="bits is 0: expected an integer of at least 1"):
+        sf.to_integers(net, bits=0)
     with pytest.raises(TypeError, match=r"expected a spikefuse\.Temporal"):
         sf.to_integers(net.net)
     with pytest.raises(ValueError, match="expected a chain"):
