@@ -61,13 +61,16 @@ class Step:
     def is_discrete(self) -> bool:
         """Whether inputs and states reach the first output through comparisons and roundings only,
         as they reach spikes, of any height."""
-        continuous = {*self.graph.inputs[: len(self.inputs) + len(self.states)]}
+        variable = {*self.graph.inputs[: len(self.inputs) + len(self.states)]}
+        continuous = {*variable}
         for node in self.graph.nodes:
+            if not variable.isdisjoint(node.operands):
+                variable.add(node.name)
             is_jump = ops.TABLE[node.op].result == "b" or node.op in ("floor", "round")
             # The condition of a `where` is a comparison.
             if not is_jump and not continuous.isdisjoint(node.operands):
                 continuous.add(node.name)
-        return self.graph.outputs[0] not in continuous
+        return self.graph.outputs[0] in variable - continuous
 
     def without_unused(self, used: set[str]) -> Step:
         """Return the step without the parameters that are not in `used`."""

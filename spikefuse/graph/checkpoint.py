@@ -136,8 +136,8 @@ def _overwrites(graph: fx.Graph, binary: Container[int | None]) -> bool:
         results = value(node) if isinstance(value(node), tuple | list) else [value(node)]
         if any(isinstance(y, Tensor) and y.requires_grad for y in results):
             tensors = [x for x in node.all_input_nodes if x not in statistics]
-            read |= {storage_of(x) for x in tensors if not _are_bits(x, binary)}
-            read -= {storage_of(node), None}
+            storages = {storage_of(x) for x in tensors if not _are_bits(x, binary)}
+            read |= storages - {storage_of(node), None}  # views save nothing
     return False
 
 

@@ -30,7 +30,7 @@ from spikefuse.scan.program import program
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.state_passing import StatePassing
 
-#: As which TorchDynamo records autograd Functions of users, and surrogates of layers over time.
+#: TorchDynamo records calls of autograd Functions, such as the surrogate of `PSN`, as calls of it.
 FUNCTION = torch.ops.higher_order.autograd_function_apply
 _SCANS = torch.ops.spikefuse.scan, torch.ops.spikefuse.scan.default
 
@@ -58,17 +58,34 @@ class ScanNode:
         return block.name, arguments, norms, self.final
 
 
-class _Once(torch.autograd.Function):
-    """The identity; its gradients raise an error when they are differentiated."""
+class _Link(torch.autograd.Function):
+    """An empty tensor computed from others, which holds none of their memory."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*tensors)
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.number = len(tensors)
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        return (None,) * ctx.number
+
+
+class _DifferentiatedOnce(torch.autograd.Function):
+    """The identity; its gradients raise an error when they are differentiated.
+
+    Args:
+        link: an empty tensor computed from the tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(link)
         return tuple([x.view_as(x) for x in tensors])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return refuse_double_backward(grads, *grads, *ctx.saved_tensors)
+        return None, *refuse_double_backward(grads, *grads, *ctx.saved_tensors)
 
 
 def apply_function(forward: Any, backward: Any, *args: Any, **options: Any) -> Any:
@@ -76,8 +93,9 @@ def apply_function(forward: Any, backward: Any, *args: Any, **options: Any) -> A
     wrong: its backward reads what forward has saved as constants."""
     places = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
     if places and not options.get("dirty_idx"):  # inputs that it changes must be themselves
-        inputs = list(args)
-        for i, x in zip(places, _Once.apply(*[args[i] for i in places]), strict=True):
+        inputs, differentiated = list(args), [args[i] for i in places]
+        identical = _DifferentiatedOnce.apply(_Link.apply(*differentiated), *differentiated)
+        for i, x in zip(places, identical, strict=True):
             inputs[i] = x
         args = tuple(inputs)
     return FUNCTION(forward, backward, *args, **options)

@@ -45,26 +45,29 @@ class Operations(NamedTuple):
 
 
 class _Weights(TorchDispatchMode):
-    """The parameters of a model, and what is computed from them alone, such as a masked weight."""
+    """The parameters and buffers of a model, and what is computed from them alone."""
 
     def __init__(self, model: nn.Module | None) -> None:
         super().__init__()
-        self._parameters = {_address(p) for p in model.parameters()} if model else set()
+        own = (*model.parameters(), *model.buffers()) if model else ()
+        self._own = {_address(x) for x in own}
         self._computed: dict[int, Tensor] = {}  # held, so that no other tensor gets an address
 
     def __contains__(self, x: Tensor) -> bool:
         address = _address(x)
-        return address in self._parameters or address in self._computed
+        return address in self._own or address in self._computed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, tensors = func(*args, **(kwargs or {})), list[Tensor]()
-        map_tensors(tensors.append, (args, kwargs))
-        if isinstance(result, Tensor) and tensors:
-            if all(x in self for x in tensors):
-                self._computed[_address(result)] = result
+        results = func(*args, **(kwargs or {}))
+        read, made = list[Tensor](), list[Tensor]()
+        map_tensors(read.append, (args, kwargs))
+        map_tensors(made.append, results)
+        for x in made if read else ():
+            if all(y in self for y in read):
+                self._computed[_address(x)] = x
             else:  # an operation in place may have written other values to it
-                self._computed.pop(_address(result), None)
-        return result
+                self._computed.pop(_address(x), None)
+        return results
 
 
 @contextlib.contextmanager
@@ -75,7 +78,7 @@ def count_operations(
     `operations` is None if they are unknown.
 
     Args:
-        model: the parameters of this model are weights, which are not taken for spikes.
+        model: the parameters and buffers of this model are weights, which are not taken for spikes.
     """
     # Not at the top: importing it takes long.
     from torch.utils.flop_counter import FlopCounterMode

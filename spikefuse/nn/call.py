@@ -43,8 +43,8 @@ class TemporalCall:
         modules: of the network that is called, itself first; empty if they are not known.
         policy: what layers save for backward; None for `Recompute()`.
         repeats: how many such calls a `Loop` makes.
-        called: the converted neurons that have run, see `refuse_second_call`; none in a copy by
-            `replace`.
+        called: the converted neurons that have run, see `refuse_second_call`; a copy by `replace`
+            begins with none.
     """
 
     num_steps: int
@@ -176,8 +176,8 @@ class _Active(threading.local):
         self.captures = False
         #: Where neurons register binary outputs, None if layers save spikes as they are.
         self.spikes: Spikes | None = None
-        #: The same as `TemporalCall.called`, for a converted network that takes sequences.
-        self.called: set[nn.Module] | None = None
+        #: By neuron of a converted network that takes sequences, whether it has run in its call.
+        self.called: dict[nn.Module, bool] = {}
 
 
 active = _Active()
@@ -186,18 +186,19 @@ active = _Active()
 def refuse_second_call(neuron: Neuron) -> None:
     """Raise a ValueError if a neuron that `convert` has made has run before in this call of its
     network. Reading the code, `convert` finds the plain loops over time only."""
-    call = active.call
-    called = call.called if active.called is None and call is not None else active.called
-    if called is None:
-        return
-    if neuron in called:
+    is_second = False
+    if neuron in active.called:
+        is_second, active.called[neuron] = active.called[neuron], True
+    elif active.call is not None:
+        is_second = neuron in active.call.called
+        active.call.called.add(neuron)
+    if is_second:
         raise ValueError(
             f"{neuron._converted_from} is called a second time in one call of the network. In the "
             "library that it was converted from, its state goes on from call to call, but here "
             "each call starts from rest: write forward for one time step, without a loop over "
             "time, and use a module for each call"
         )
-    called.add(neuron)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ def no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     raise RuntimeError(
         "double backward through a spikefuse neuron is not supported, nor through an EventLinear, "
         "nor, in a fused network, through an autograd.Function: "
-        "the surrogate's derivative has no derivative of its own; "
+        "what computes the gradient has no derivative of its own; "
         'impl="reference" differentiates the eager loop twice, with nn.Linear for EventLinear'
     )
 

@@ -78,7 +78,9 @@ def gradients(
             part = labels[rows, steps] if task.per_step else labels[rows]
             weighted = loss(output, part)
             if not is_whole or may_ignore:
-                weight = task.num_counted(part) * parts / task.num_counted(all_labels)
+                counted = task.num_counted(all_labels)
+                counted = counted.clamp(min=1) if isinstance(counted, Tensor) else counted
+                weight = task.num_counted(part) * parts / counted
                 if not task.per_step and config.loss != "last":
                     weight = weight * (len(output) / num_steps)
                 weighted = weighted * weight
@@ -174,6 +176,23 @@ def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float
     return torch.tensor(config.lr * factor, dtype=torch.float32).item()
 
 
+def steps_per_epoch(config: TrainConfig, batches: float) -> int:
+    """Return the number of steps of an epoch; 1 if it is infinite, and the rate constant.
+
+    Raises:
+        ConfigError: it is infinite, and the rate depends on it.
+    """
+    if math.isfinite(batches):
+        return int(batches)
+    if config.schedule != "constant" or config.warmup:
+        raise ConfigError(
+            f"the loader has no length, which the schedule {config.schedule} with warmup "
+            f"{config.warmup:g} needs: choose Trainer(limit_train_batches=...), or a constant "
+            "schedule without warmup"
+        )
+    return 1
+
+
 def _one_cycle(step: int, peak: float, last: int) -> float:
     """Return the factor of a step; the peak may lie between two steps, or before the first."""
     first = 1 / RISE_FACTOR
@@ -229,8 +248,8 @@ def check_schedulers(schedulers: Sequence[LRSchedulerConfig]) -> None:
         if isinstance(config.scheduler, ReduceLROnPlateau):
             raise ConfigError(
                 "configure_optimizers has returned ReduceLROnPlateau, which needs a metric: keep "
-                "it as an attribute, call its step in on_validation_epoch_end, and leave the "
-                "schedule constant"
+                "it as an attribute, call its step in on_validation_epoch_end, after super(), "
+                "which logs the metrics, and leave the schedule constant"
             )
         if config.interval not in ("step", "epoch"):
             raise ConfigError(

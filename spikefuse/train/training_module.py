@@ -87,6 +87,8 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
         self._clock, self._clock_count, self._waited, self._batch_end = 0.0, 0, 0.0, 0.0
         self.graph: GraphStep | None = None  # of the training step
         self._ratios: list[float] = []  # of the learning rates of groups of parameters
+        self._loaded_rate: float | None = None  # the setting of the checkpoint
+        self._sets_rate = True  # at the next step
 
     def make_network(self) -> Temporal:
         """Build the network, whose outputs are `[T, B, classes]`, or `[T, B, K]` for K values.
@@ -174,7 +176,7 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
         """Return the callbacks for `config.patience` and `config.ema`.
 
         Lightning adds them to the trainer's, where they replace a plain `EarlyStopping` and
-        `WeightAveraging`.
+        `WeightAveraging`. Those that a subclass returns come after them.
         """
         return optional_callbacks(self.config)
 
@@ -209,6 +211,8 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
     @kept
     def on_train_start(self) -> None:
         optimize.adapt_state(self._optimizer())
+        is_restored = self.trainer.ckpt_path is not None
+        self._sets_rate = not is_restored or self._loaded_rate != self.config.lr
         optimize.check_schedulers(self.trainer.lr_scheduler_configs)
         if not self.config.graph_obstacle(self.device, self.processes.count):
             self.graph = graph_step(
@@ -304,24 +308,21 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
 
     def _check_batch(self, inputs: Tensor, labels: Tensor) -> None:
         self._check_inputs(inputs)
-        self.task.check(labels)
+        ours = TrainingModule.loss, TrainingModule.augment
+        if (type(self).loss, type(self).augment) == ours:  # others may take labels of other shapes
+            self.task.check(labels)
 
     def _set_learning_rate(self) -> None:
         """Set the rate of the schedule where it changes, so that a user may change a constant."""
-        step, steps = self.global_step, self.trainer.num_training_batches
-        if math.isinf(steps):
-            if self.config.schedule != "constant" or self.config.warmup:
-                raise ConfigError(
-                    f"the loader has no length, which the schedule {self.config.schedule} with "
-                    f"warmup {self.config.warmup:g} needs: choose Trainer(limit_train_batches=...)"
-                    ", or a constant schedule without warmup"
-                )
-            steps = 1
-        rate = learning_rate(self.config, step, int(steps))
+        steps = optimize.steps_per_epoch(self.config, self.trainer.num_training_batches)
+        step = self.global_step
+        rate = learning_rate(self.config, step, steps)
         # A callback may have added groups.
         self._ratios += optimize.rate_ratios(self._optimizer(), len(self._ratios))
-        if step == 0 or rate != learning_rate(self.config, step - 1, int(steps)):
+        before = learning_rate(self.config, max(step - 1, 0), steps)
+        if self._sets_rate or step == 0 or rate != before:
             optimize.set_learning_rate(self._optimizer(), rate, self._ratios)
+            self._sets_rate = False
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Compute the loss and the penalties of the most recent call of the network."""
@@ -481,6 +482,7 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
         if not same_types(checkpoint["loops"]["fit_loop"], loops):
             raise TypeError("a counter of the training loop has another type")
         self.history = [dict(row) for row in checkpoint[KEY]["history"]]
+        self._loaded_rate = checkpoint[KEY]["config"]["lr"]
         if self.processes.main:  # totals are summed over processes: the others start from zero
             tally = checkpoint[KEY]["tally"]
             self.totals = Totals(self.task, tally["totals"], tally["count"])

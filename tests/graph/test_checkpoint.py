@@ -444,6 +444,37 @@ def test_double_backward_of_functions_is_refused(make, loss, policy):
         torch.autograd.grad(found[1].square().sum(), x)
 
 
+class Doubled(torch.autograd.Function):
+    """Saves nothing."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_functions_that_save_nothing():
+    """Their inputs may be changed in place, and are not kept."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.neuron = nn.Linear(4, 8), sf.LIF()
+
+        def forward(self, x):
+            h = self.first(x)
+            y = Doubled.apply(h)
+            h.mul_(2)
+            return self.neuron(y + h)
+
+    net, x = sf.Temporal(Net()), torch.randn(3, 4, 4)
+    found = [torch.autograd.grad(n(x).sum(), n.parameters()) for n in (net, sf.fuse(net))]
+    assert all(map(torch.equal, *found))
+
+
 class Overwrites(nn.Module):
     """Changes a tensor in place that backward needs, in one of several ways."""
 
@@ -459,9 +490,9 @@ class Overwrites(nn.Module):
             with torch.no_grad():
                 self.last.weight.clamp_(-0.01, 0.01)
         elif self.what == "activation":
-            y = h * h
+            y, z = h * h, h.view(-1, 8, 8)
             h.add_(1.0)
-            h = h + y
+            h = h + y + z.flatten(1)
         return self.neurons[1](h)
 
 

@@ -396,11 +396,11 @@ class Masked(nn.Module):
 
     def __init__(self, masked: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.rand(6, 4))
-        self.masked = masked
+        self.weight, self.masked = nn.Parameter(torch.rand(6, 4)), masked
+        self.register_buffer("mask", torch.ones(6, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.tril(9) if self.masked else self.weight
+        weight = self.mask * self.weight if self.masked else self.weight
         return torch.mm(weight, x.t()).t()
 
 
@@ -420,6 +420,16 @@ def test_a_weight_on_the_left_of_a_product(masked: bool, values: str) -> None:
     )
     for name in ("accumulates", "multiplies", "ann", "nonzero", "accesses", "ann_accesses"):
         assert getattr(found, name) == getattr(expected, name), name
+
+
+def test_pruned_weights_are_no_spikes() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 6, bias=False)
+    linear.weight.data.sign_()
+    net, x = sf.Temporal(nn.Sequential(linear, sf.LIF())), torch.rand(T, B, 4)
+    torch.nn.utils.prune.custom_from_mask(linear, "weight", torch.ones(6, 4))
+    report = sf.report(net, [x])
+    assert (report.accumulates, report.multiplies) == (0, T * 24)
 
 
 @pytest.mark.parametrize("order", [None, 2])

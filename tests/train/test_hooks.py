@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -130,6 +131,54 @@ def test_a_hook_may_change_a_constant_rate() -> None:
     warm = Plateau(dataclasses.replace(CONFIG, warmup=1.0))
     trainer(3).fit(warm, datamodule=DataModule(CONFIG))
     assert warm.rates[steps:] == module.rates[steps:]
+
+
+def test_a_second_fit_continues_the_schedule() -> None:
+    """It makes another optimizer."""
+
+    class Stopping(Plateau):
+        def on_train_epoch_end(self) -> None:
+            if self.current_epoch == 1:
+                self.trainer.should_stop = True
+
+        def on_validation_epoch_end(self) -> None:
+            pass
+
+    config = dataclasses.replace(CONFIG, epochs=4, schedule="step", step_epochs=1)
+    fit, module, examples = trainer(4), Stopping(config), DataModule(config)
+    fit.fit(module, datamodule=examples)
+    steps = len(module.rates) // 2
+    fit.should_stop = False
+    fit.fit(module, datamodule=examples)
+    assert module.rates[::steps] == pytest.approx([0.125 * 0.1**i for i in (2, 3)])
+
+
+@pytest.mark.parametrize("lr", [0.125, 0.5])
+def test_the_rate_of_a_checkpoint_is_that_of_its_settings(lr: float, tmp_path: Path) -> None:
+    """A rate that a hook has changed is kept; another one in the settings takes its place."""
+    first, examples = Plateau(CONFIG), DataModule(CONFIG)
+    fit = trainer(3)
+    fit.fit(first, datamodule=examples)
+    fit.save_checkpoint(tmp_path / "last.ckpt")
+    second = Plateau(dataclasses.replace(CONFIG, lr=lr, epochs=4))
+    trainer(4).fit(second, datamodule=examples, ckpt_path=tmp_path / "last.ckpt")
+    assert {*second.rates} == {0.03125 if lr == 0.125 else 0.5}
+
+
+@pytest.mark.parametrize("name", ["loss", "augment"])
+def test_labels_of_a_subclass_may_have_any_shape(name: str) -> None:
+    class Squeezed(TrainingModule):
+        pass
+
+    def loss(self: Any, outputs: Tensor, labels: Tensor) -> Tensor:
+        return TrainingModule.loss(self, outputs, labels.flatten())
+
+    def augment(self: Any, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs, labels.flatten()
+
+    setattr(Squeezed, name, {"loss": loss, "augment": augment}[name])
+    module = Squeezed(CONFIG)
+    module._check_batch(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.zeros(4, 1).long())
 
 
 class Endless(IterableDataset):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse._torch import separate
+from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.learnable import Learnable
 from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.nn.call import active
@@ -188,9 +189,10 @@ class Above(Surrogate):
 
 def begin_call(network: nn.Module, args: Any) -> None:
     """Forward pre-hook of a converted network that takes sequences."""
-    active.called = set()
+    neurons = (module for module in network.modules() if isinstance(module, Neuron))
+    active.called = dict.fromkeys(neurons, False)
 
 
 def end_call(network: nn.Module, args: Any, output: Any) -> None:
     """Forward hook of such a network, which also runs after an error."""
-    active.called = None
+    active.called = {}
