@@ -168,7 +168,8 @@ def _binary_storages(graph: fx.Graph) -> set[int | None]:
 
 def _are_bits(node: fx.Node, binary: Container[int | None]) -> bool:
     """Whether a tensor is saved as bits, given the storages of spikes."""
-    return storage_of(node) in binary and value(node).numel() >= MIN_VALUES
+    storage = storage_of(node)
+    return storage is not None and storage in binary and value(node).numel() >= MIN_VALUES
 
 
 @dataclass

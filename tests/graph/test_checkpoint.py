@@ -309,6 +309,19 @@ def test_unusual_networks(function):
     assert_trains_alike(lambda: Net(function), make_input(SHAPE), at_least=at_least)
 
 
+def test_neurons_without_spikes_for_later_layers():
+    """Some nodes are no tensors, and have no storage."""
+    assert_trains_alike(
+        lambda: nn.Sequential(
+            *(nn.Conv2d(1, 5, 1), nn.Conv2d(5, 1, 1, bias=False), nn.BatchNorm2d(1)),
+            *(sf.PLIF(threshold=0.3), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 1)),
+            *(sf.LIF(0.9), nn.Linear(1, 3, bias=False), sf.LIF()),
+        ),
+        make_input((2, 1, 1, 8, 8)),
+        at_least=0,
+    )
+
+
 def several(n, x, mask, *, flag=True, bias=None):
     y = n.stem(x)
     a = n.a(y * mask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -236,6 +237,21 @@ def test_networks_of_sequences(wrap):
             net(x)
     neuron = net.neurons[0]  # on its own, each call starts from rest, as everywhere
     assert torch.equal(neuron(x), neuron(x))
+
+
+def test_an_interrupted_network_leaves_others_alone():
+    def interrupt(module: nn.Module, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    net, x = sf.convert(Sequences(2)), sequence()
+    expected, other = net(x), sf.Temporal(sf.convert(nn.Sequential(LIFNode())))
+    handle = net.neurons[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        net(x)
+    for _ in range(2):
+        other(x)
+    handle.remove()
+    assert torch.equal(net(x), expected)
 
 
 def test_replacements_by_extra_run_once():
