@@ -20,7 +20,7 @@ END = b"#!END-HEADER"
 # eventValid
 PACKET = struct.Struct("<hhiiiiii")
 POLARITY = 1
-# Of AEDAT 2.0 with a DVS128.
+# Addresses of a DVS128 in AEDAT 2.0.
 EXTERNAL = 1 << 15  # marks an event of the input pin, not of a pixel
 LAST = 127  # row and column
 

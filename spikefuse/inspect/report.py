@@ -294,7 +294,7 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
     evaluation mode has one weight for each synapse, in training mode one for each delay.
 
     The estimated energy, of 0.9 pJ per accumulate and 4.6 pJ per multiply-accumulate, is compared
-    with that of the same network without spikes: one multiply-accumulate each, in one step.
+    with that of the same network without spikes, which runs once and only multiplies.
 
     Args:
         net: a `Temporal`, or a network that contains one; it runs in the mode that it is in, so

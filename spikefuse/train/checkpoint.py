@@ -180,7 +180,7 @@ def load(path: Path, names: Mapping[str, str | None] | None = None) -> LoadedRun
         settings = {**EARLIER, **entry["config"], **given}
         if settings.pop("memory_budget", None) is not None:  # of a policy that chose by itself
             settings["memory"] = "recompute"
-        if settings.get("weight_decay") == 0:  # as which earlier versions accepted these two
+        if settings.get("weight_decay") == 0:  # earlier versions accepted both
             settings["decay_all"] = False
         if (settings.get("tbptt") or 0) > (settings.get("num_steps") or math.inf):
             settings["tbptt"] = None

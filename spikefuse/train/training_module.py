@@ -23,7 +23,7 @@ from spikefuse.train.config import TrainConfig
 from spikefuse.train.conflicts import constant_norm, ignored_neuron
 from spikefuse.train.extras import optional_callbacks
 from spikefuse.train.fields import ConfigError
-from spikefuse.train.hooks import KeepsHooks, kept
+from spikefuse.train.hooks import CompletesHooks, required
 from spikefuse.train.optimize import learning_rate
 from spikefuse.train.processes import Processes
 from spikefuse.train.seeding import Purpose, reseed, reseeded
@@ -34,7 +34,7 @@ LOG_EVERY_STEPS = 10
 LIGHTNING_PRECISION = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
 
-class TrainingModule(KeepsHooks, pl.LightningModule):
+class TrainingModule(CompletesHooks, pl.LightningModule):
     """A spiking network that learns the task of `config` from images, event data or series.
 
     A subclass may override `make_network`, `augment`, `encode`, `loss`, `configure_optimizers` and
@@ -62,7 +62,7 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
 
     def __init__(self, config: TrainConfig, processes: Processes | None = None) -> None:
         super().__init__()
-        self._hooks_run = set()
+        self._called_hooks = set()
         # A training step may have several backward passes, or be the replay of a CUDA graph.
         self.automatic_optimization = False
         self.config = config
@@ -171,7 +171,7 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
         """
         return optimize.make_optimizer(self.config, self, self.device)
 
-    @kept
+    @required
     def configure_callbacks(self) -> list[pl.Callback]:
         """Return the callbacks for `config.patience` and `config.ema`.
 
@@ -182,7 +182,7 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
 
     # Training
 
-    @kept
+    @required
     def on_fit_start(self) -> None:
         if self.trainer.world_size != self.processes.count:
             raise ConfigError(
@@ -208,7 +208,7 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
             optimize.check_rate(self._optimizer(), self.config.lr)
             self._ratios = optimize.rate_ratios(self._optimizer())
 
-    @kept
+    @required
     def on_train_start(self) -> None:
         optimize.adapt_state(self._optimizer())
         is_restored = self.trainer.ckpt_path is not None
@@ -223,18 +223,18 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
                 fallback=self.config.cuda_graph is None,
             )
 
-    @kept
+    @required
     def on_train_end(self) -> None:
         if self.graph is not None:
             self.graph.reset()  # releases its memory
             self.graph = None
 
-    @kept
+    @required
     def on_train_epoch_start(self) -> None:
         self.totals = Totals(self.task)
         self.activity.restart()
 
-    @kept
+    @required
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         now = time.perf_counter()
         # A run resumed within an epoch does not call `on_train_epoch_start`.
@@ -243,7 +243,7 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
         else:
             self._waited += now - self._batch_end
 
-    @kept
+    @required
     def on_train_batch_end(self, *_: Any) -> None:
         self._batch_end = time.perf_counter()
 
@@ -354,7 +354,7 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
         self._optimizer().step()
         return result
 
-    @kept
+    @required
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         # float16 gradients are unscaled by now.
         optimize.clip(optimizer, self.config.clip)
@@ -383,7 +383,7 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
 
     # Validation and test
 
-    @kept
+    @required
     def on_validation_epoch_start(self) -> None:
         # Reading the totals first waits for the device, which is part of the measured time.
         metrics = self.totals.reduced(self.processes, self.device).mean()
@@ -401,7 +401,7 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.test_step(batch, batch_idx)
 
-    @kept
+    @required
     def on_validation_epoch_end(self) -> None:
         if self.trainer.sanity_checking:
             return
@@ -437,11 +437,11 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
                 "give no spikes"
             )
 
-    @kept
+    @required
     def on_test_epoch_start(self) -> None:
         self.eval_totals = Totals(self.task)
 
-    @kept
+    @required
     def on_test_epoch_end(self) -> None:
         metrics = self.eval_totals.reduced(self.processes, self.device).mean()
         self.log_dict({f"test_{name}": value for name, value in metrics.items()})
@@ -465,7 +465,7 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
 
     # Checkpoints
 
-    @kept
+    @required
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         totals = self.totals.reduced(self.processes, self.device)
         examples = getattr(self.trainer, "datamodule", None)
@@ -476,7 +476,7 @@ class TrainingModule(KeepsHooks, pl.LightningModule):
             "tally": {"totals": totals.sums.tolist(), "count": totals.count},
         }
 
-    @kept
+    @required
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         loops = {} if self._trainer is None else self.trainer.fit_loop.state_dict()
         if not same_types(checkpoint["loops"]["fit_loop"], loops):
