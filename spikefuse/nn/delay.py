@@ -13,8 +13,8 @@ from spikefuse.nn.over_time import OnSequences
 
 
 class _Clamp(torch.autograd.Function):
-    """Clamp to `[0, high]`, with the gradient of the identity: a delay that an optimizer has moved
-    too far can return, and the gradients of several calls add up to that of their sum."""
+    """Clamp to `[0, high]`, with the gradient of the identity, so that a delay beyond a bound can
+    return. A gradient masked by its sign would not add up over several calls."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, high: int) -> Tensor:

@@ -98,7 +98,8 @@ def _may_be_batch(neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted) 
 
 _LAYERS = re.compile("Convolution|(Native|Cudnn|Miopen)BatchNorm")
 _BETWEEN = re.compile(
-    "(Adaptive)?(Max|Avg)Pool|Squeeze|Relu|LeakyRelu|Elu|Gelu|Silu|Hardtanh|NativeDropout|AddBackward|MulBackward"
+    "(Adaptive)?(Max|Avg)Pool|Squeeze|Relu|LeakyRelu|Elu|Gelu|Silu|Hardtanh|NativeDropout|"
+    "AddBackward|MulBackward"
 )
 
 
