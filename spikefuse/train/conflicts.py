@@ -114,6 +114,11 @@ def _event_model_conflicts(config: TrainConfig) -> Iterator[str]:
     activity, capacity = config.activity or 0.0, config.capacity or 1.0
     if activity > capacity:
         yield f"activity is {activity:g}: expected at most capacity, {capacity:g}"
+    if config.capacity is None:
+        why = f"{EVENT_MODEL} has no capacity"
+        yield from _given(config, why, "overflow")
+        if config.activity_weight != 1:
+            yield f"activity_weight is {config.activity_weight:g}, but {why}: remove it"
     dataset = config.data
     if dataset.kind == "series":
         yield f"{EVENT_MODEL} reads events, but {config.dataset} holds values: choose mlp"

@@ -161,6 +161,8 @@ def test_activity_of_all_processes() -> None:
 WRONG = {
     "capacity is given, but the model is not event-mlp": {"model": "mlp", "capacity": 0.1},
     "overflow is dense, but the model is not": {"model": "mlp", "overflow": "dense"},
+    "overflow is dense, but event-mlp has no capacity": {"overflow": "dense"},
+    "activity_weight is 10, but event-mlp has no capacity": {"activity_weight": 10.0},
     "activity is 0.1: expected at most capacity, 0.05": {"activity": 0.1, "capacity": 0.05},
     r"capacity is 1.5: expected a number above 0, at most 1$": {"capacity": 1.5},
     "event-mlp reads spikes: choose poisson": {"dataset": "digits"},
