@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spikefuse.neurons.checks import is_integer
 from spikefuse.nn.over_time import OnSequences
-
-
-class _Clamp(torch.autograd.Function):
-    """Clamp to `[0, high]`, with the gradient of the identity, so that a delay beyond a bound can
-    return. A gradient masked by its sign would not add up over several calls."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, high: int) -> Tensor:
-        return x.clamp(0, high)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 class _Delays(OnSequences):
@@ -40,7 +25,10 @@ class _Delays(OnSequences):
 
     def delays(self) -> Tensor:
         """Return the delays in steps, within `[0, max_delay]`, rounded in evaluation mode."""
-        delays: Tensor = _Clamp.apply(self.delay, self.max_delay)
+        fixed = self.delay.detach()
+        # Plus 0, with the gradient of the delay, so that one beyond a bound can return. A gradient
+        # masked by its sign would not add up over several calls.
+        delays = fixed.clamp(0, self.max_delay) + (self.delay - fixed)
         return delays if self.training else delays.round()
 
 

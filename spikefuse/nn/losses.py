@@ -17,8 +17,6 @@ then has the loss of its own steps: in its equation, T is its length.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -228,25 +226,13 @@ def first_spike_time(spikes: Tensor, lengths: Lengths = None) -> Tensor:
         `[...]`, float32, or float64 for spikes in float64.
     """
     steps = readouts.steps_of(spikes, lengths)
-    times: Tensor = _FirstSpikeTime.apply(readouts.filled(spikes, lengths, 0), steps)
-    return times
-
-
-class _FirstSpikeTime(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, spikes: Tensor, steps: Tensor | int) -> Tensor:
-        fired = spikes != 0
-        # argmax gives the first of several maxima.
-        first = torch.where(fired.any(0), fired.to(torch.uint8).argmax(0), steps)
-        ctx.save_for_backward(first.clamp(max=steps - 1))
-        ctx.num_steps, ctx.dtype = len(spikes), spikes.dtype
-        return first.to(readouts.precise(spikes))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (step,) = ctx.saved_tensors
-        zeros = grad.new_zeros(ctx.num_steps, *grad.shape, dtype=ctx.dtype)
-        return zeros.scatter_(0, step.unsqueeze(0), -grad.unsqueeze(0).to(ctx.dtype)), None
+    spikes = readouts.filled(spikes, lengths, 0)
+    fired = spikes != 0
+    # argmax gives the first of several maxima.
+    first = torch.where(fired.any(0), fired.to(torch.uint8).argmax(0), steps)
+    last = first.clamp(max=steps - 1).unsqueeze(0)
+    spike = spikes.gather(0, last).squeeze(0).to(readouts.precise(spikes))
+    return first - (spike - spike.detach())  # minus 0, with a gradient
 
 
 def l1_activity(spikes: Tensor, lengths: Lengths = None) -> Tensor:

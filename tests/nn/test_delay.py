@@ -190,6 +190,25 @@ def test_gradients_at_and_beyond_a_bound():
     assert layer.delay.grad.tolist() == [-1.0] * 5
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by jvp
+@pytest.mark.parametrize("layer", [sf.Delay(C, 3), sf.DelayedLinear(C, C, max_delay=3)])
+def test_transforms(layer):
+    net = sf.Temporal(nn.Sequential(layer, nn.Tanh())).double()
+    values, x = dict(net.named_parameters()), sequence()
+
+    def loss(values, x):
+        return torch.func.functional_call(net, values, (x,)).square().mean()
+
+    expected = dict(
+        zip(values, torch.autograd.grad(loss(values, x), [*values.values()]), strict=True)
+    )
+    by_sample = torch.func.vmap(torch.func.grad(loss), (None, 1))(values, x[:, :, None])
+    for name, gradient in expected.items():
+        torch.testing.assert_close(by_sample[name].mean(0), gradient)
+    _, slope = torch.func.jvp(lambda values: loss(values, x), (values,), (expected,))
+    torch.testing.assert_close(slope, sum(g.square().sum() for g in expected.values()))
+
+
 def test_gradients_of_recurrent_delays_at_a_bound():
     """Those of a loop over time, in which a delay has gradients of both signs."""
 

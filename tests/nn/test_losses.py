@@ -122,6 +122,19 @@ def test_first_spike_time_and_its_gradient() -> None:
     assert {0.0, T - 1.0, float(T)} <= set(times.flatten().tolist())
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by jvp
+def test_transforms_of_the_time_of_the_first_spike() -> None:
+    def loss(s: Tensor, target: Tensor) -> Tensor:
+        return losses.ce_temporal(s[:, None], target[None])
+
+    s = spikes().requires_grad_()
+    (expected,) = torch.autograd.grad(losses.ce_temporal(s, TARGET), s)
+    by_sample = torch.func.vmap(torch.func.grad(loss), (1, 0), 1)(s.detach(), TARGET) / B
+    torch.testing.assert_close(by_sample, expected)
+    _, slope = torch.func.jvp(lambda s: losses.ce_temporal(s, TARGET), (s,), (potentials(),))
+    torch.testing.assert_close(slope, (expected * potentials()).sum())
+
+
 def test_the_regularization_of_temporal_efficient_training() -> None:
     v, square = potentials(), (potentials() - 1.5).square().mean().item()
     expected = 0.95 * losses.ce_rate(v, TARGET).item() + 0.05 * square
