@@ -22,6 +22,8 @@ NUM_MELS = 40
 WINDOW, FFT = 400, 512  # samples: 25 ms, and the next power of two
 LOWEST = 20.0  # Hz: below it, microphones record no speech
 FLOOR = -100.0  # decibels, near the rounding of 16-bit samples
+# Zero and full scale of samples by type, as in WAV files; those of 24 bits are read as 32.
+SCALES = {"uint8": (2**7, 2**7), "int16": (0, 2**15), "int32": (0, 2**31)}
 MAX_BYTES = 1 << 24  # of a file; those of the dataset have 32,044 at most
 
 
@@ -37,10 +39,30 @@ class Sound:
         levels = sound.levels(num_steps=100, dt=10_000, bits=8)  # [100, 40]
 
     Args:
-        samples: int16 `[N]`, at 16 kHz.
+        samples: `[N]`, at 16 kHz: floating point from -1 to 1, or int16, int32 or uint8 over their
+            range, with 128 as the zero of uint8.
+
+    Raises:
+        DataError: the samples have another type or shape, or a size of 2 or more.
     """
 
     samples: np.ndarray
+
+    def __post_init__(self) -> None:
+        samples = np.asarray(self.samples)
+        object.__setattr__(self, "samples", samples)
+        is_float = samples.dtype.kind == "f"
+        if samples.ndim != 1 or not (is_float or samples.dtype.name in SCALES):
+            raise DataError(
+                f"samples are {samples.dtype} {list(samples.shape)}: expected one channel, [N], of "
+                f"floating point from -1 to 1, or of {', '.join(SCALES)}"
+            )
+        largest = np.abs(samples).max(initial=0) if is_float else 0
+        if not largest < 2:  # sounds that were filtered may exceed 1
+            raise DataError(
+                f"samples are up to {largest:g}: expected floating point from -1 to 1, such as "
+                "those of int16, divided by 2**15"
+            )
 
     def levels(self, num_steps: int, dt: int, bits: int) -> np.ndarray:
         """Return the log-mel spectrogram in steps of equal size, uint8 `[T, M]`.
@@ -51,7 +73,9 @@ class Sound:
             num_steps, dt: as in `log_mel`.
             bits: bits per value.
         """
-        decibels = log_mel(torch.from_numpy(self.samples) / 2**15, num_steps, dt)
+        zero, full = SCALES.get(self.samples.dtype.name, (0, 1))
+        samples = (self.samples.astype(np.float32) - zero) / full
+        decibels = log_mel(torch.from_numpy(samples), num_steps, dt)
         share = (1 - decibels / FLOOR).clamp(0, 1)
         return (share * (2**bits - 1)).round().to(torch.uint8).numpy()
 

@@ -72,6 +72,38 @@ def test_levels() -> None:
             data.to_frames(sound, data.Slicing(by, 50))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scale", "zero"),
+    [
+        *((kind, 1.0, 0.0) for kind in ("float16", "float32", "float64", ">f4")),
+        *(("int16", 2**15, 0), (">i2", 2**15, 0), ("int32", 2**31, 0), ("uint8", 2**7, 2**7)),
+    ],
+)
+def test_samples_of_each_type_have_the_same_scale(dtype: str, scale: float, zero: float) -> None:
+    tone = 0.5 * np.sin(2 * np.pi * 440 * np.arange(16_000) / 16_000)
+    sound = Sound((tone * scale + zero).astype(dtype))
+    decibels = 100 * sound.levels(98, 10_000, 8).astype(float) / 255 - 100
+    assert decibels.max(1) == pytest.approx(-6.0 * np.ones(98), abs=0.5)
+    silence = Sound(np.full(16_000, zero, dtype))
+    assert not silence.levels(98, 10_000, 8).any()
+
+
+@pytest.mark.parametrize(
+    ("samples", "what"),
+    [
+        (np.zeros(9, np.int64), r"samples are int64 \[9\]: expected one channel, .*uint8, int16"),
+        (np.zeros(9, np.uint16), r"samples are uint16 \[9\]"),
+        (np.zeros(9, bool), r"samples are bool \[9\]"),
+        (np.zeros((2, 9), np.int16), r"samples are int16 \[2, 9\]: expected one channel"),
+        (NOISE.astype(np.float32), r"samples are up to \d+: expected floating point from -1 to 1"),
+        (np.array([0.0, np.nan]), r"samples are up to nan: expected"),
+    ],
+)
+def test_other_samples_are_refused(samples: np.ndarray, what: str) -> None:
+    with pytest.raises(data.DataError, match=what):
+        Sound(samples)
+
+
 def test_reads_its_samples(tmp_path: Path) -> None:
     path = tmp_path / "a.wav"
     for samples in (NOISE, NOISE[:1], NOISE[:777]):
@@ -89,6 +121,7 @@ GOOD = wav_bytes(NOISE[:100])
         (wav_bytes(NOISE, rate=44_100), "1 channels of 16 bits at 44100 Hz: expected 1 of 16"),
         (wav_bytes(NOISE, channels=2), "2 channels of 16 bits at 16000 Hz: expected 1 of 16"),
         (wav_bytes(NOISE, bits=8), "1 channels of 8 bits at 16000 Hz: expected 1 of 16 bits"),
+        (wav_bytes(NOISE, bits=32), "1 channels of 32 bits at 16000 Hz: expected 1 of 16 bits"),
         (wav_bytes(NOISE, form=3), r"is damaged \(not a WAV file of PCM: unknown format: 3"),
         (wav_bytes(np.resize(NOISE, 16_001)), "16001 samples: expected 1 to 16000, one second"),
         (wav_bytes(NOISE[:0]), "0 samples: expected 1 to 16000"),
