@@ -3,7 +3,7 @@
 spikefuse/isolated.py runs this file in its process, so it does not import spikefuse.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,23 +18,30 @@ NAMES = (
 )
 
 
-def columns(place: Any) -> Iterator[np.ndarray]:
+def columns(place: Any, header: Sequence[str] | None = None) -> Iterator[np.ndarray]:
     """Yield x, y, p and t, each of which may have one of several names.
 
     Args:
         place: an array with fields, or arrays by name.
+        header: all names, of which some may be equal; None for those of `place`.
 
     Raises:
-        ValueError: it has no such columns.
+        ValueError: it has no such columns, or several for one of them.
     """
     kind = getattr(place, "dtype", None)
     if kind is not None and not kind.names:
         raise ValueError(f"an array {kind} {list(place.shape)} without fields: expected x, y, p, t")
-    known = [*place] if kind is None else kind.names
+    known = header or ([*place] if kind is None else kind.names)
     for names in NAMES:
-        name = next((name for name in names if name in known), None)
-        if name is None:
+        found = [name for name in known if name in names]
+        if not found:
             raise ValueError(f"it has no {names[0]} among {', '.join(known) or 'no names'}")
+        if len(found) > 1:
+            raise ValueError(
+                f"it has {' and '.join(found)}, which all mean {names[0]}: remove or rename all "
+                "but one"
+            )
+        name = found[0]
         column = np.asarray(place[name])
         if column.ndim != 1 or column.dtype.kind not in "iubf":
             raise ValueError(f"{name} is {column.dtype} {list(column.shape)}, expected numbers [E]")

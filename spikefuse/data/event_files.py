@@ -50,7 +50,9 @@ def read_events(path: Path, sensor: str | None = None, size: int | None = None) 
     (x, y, p, t), found = _decode(path, _parse(sensor))
     check_memory(path, len(t))
     width, height = _known(path, found)
-    if p.dtype.kind in "if":  # a decrease is -1 or 0
+    if p.dtype.kind in "if" and (p == -1).any():  # a decrease is -1 or 0
+        if (p == 0).any():
+            raise _unsuitable(path, "p has both -1 and 0: expected 0 and 1, or -1 and 1")
         p = np.where(p == -1, 0, p)
     if not len(t):
         raise _unsuitable(path, "it has no event")
@@ -226,7 +228,7 @@ def _read_csv(path: Path) -> Columns:
         if table.shape[1] != len(names):
             found = f"{table.shape[1]} columns, of which the first line names {len(names)}"
             raise ValueError(found)
-        return _of_one_length(path, columns(dict(zip(names, table.T, strict=True))))
+        return _of_one_length(path, columns(dict(zip(names, table.T, strict=True)), names))
     except DataError:
         raise
     except ValueError as error:

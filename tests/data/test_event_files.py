@@ -219,6 +219,45 @@ def test_columns_have_the_same_names_in_all_formats(tmp_path: Path) -> None:
         read_events(tmp_path / "a.npz", "2x2")
 
 
+@pytest.mark.parametrize(
+    ("more", "found"), [("timestamp", "t and timestamp"), ("polarity", "p and polarity")]
+)
+def test_two_columns_for_one_are_refused(tmp_path: Path, more: str, found: str) -> None:
+    values = dict.fromkeys(("x", "y", "p", "t", more), np.array([0, 1]))
+    table = np.rec.fromarrays(list(values.values()), names=[*values])
+    np.savez(tmp_path / "a.npz", **values)
+    np.save(tmp_path / "a.npy", table)
+    np.savetxt(tmp_path / "a.csv", table, "%d", ",", header=",".join(values), comments="")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.update(values)
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        file["events"] = table
+    for name in ("a.npz", "a.npy", "a.csv", "a.h5", "b.h5"):
+        with pytest.raises(data.DataError, match=rf"has {found}, which all mean {found[0]}: rem"):
+            read_events(tmp_path / name, "2x2")
+
+
+def test_a_column_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("x,y,p,t,T\n1,1,0,5,0\n")
+    with pytest.raises(data.DataError, match="it has t and t, which all mean t: remove or rename"):
+        read_events(path, "2x2")
+    path.write_text("x,y,p,t,,\n1,1,0,5,0,0\n")
+    assert len(read_events(path, "2x2")) == 1
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+def test_polarities_are_of_one_kind(tmp_path: Path, dtype: str) -> None:
+    path, x = tmp_path / "a.npz", np.zeros(3, int)
+    for p, expected in (([0, 1, 0], [0, 1, 0]), ([-1, 1, -1], [0, 1, 0]), ([-1, -1, -1], [0] * 3)):
+        np.savez(path, x=x, y=x, p=np.array(p, dtype), t=np.arange(3))
+        assert read_events(path, "1x1").p.tolist() == expected
+    for p in ([-1, 0, -1], [-1, 0, 1]):
+        np.savez(path, x=x, y=x, p=np.array(p, dtype), t=np.arange(3))
+        with pytest.raises(data.DataError, match="p has both -1 and 0: expected 0 and 1, or -1"):
+            read_events(path, "1x1")
+
+
 def test_a_header_at_which_faery_aborts(tmp_path: Path) -> None:
     """It claims to be longer than the memory that the process has."""
     path = write(tmp_path / "a.aedat4")
