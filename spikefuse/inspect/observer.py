@@ -23,7 +23,7 @@ from spikefuse.compiler import UnsupportedOperation
 from spikefuse.kernels.norm import BatchNorm
 from spikefuse.memory.policies import Policy
 from spikefuse.memory.saved_tensors import SavedTensors
-from spikefuse.neurons.definition import Neuron
+from spikefuse.neurons.definition import Neuron, SpikingLayer
 from spikefuse.nn.call import Observer, Scan, active, current_policy, observing
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import backend_of, check_module, scan_neuron, with_values_per_step
@@ -116,7 +116,7 @@ def parametrizations(layer: nn.Module) -> nn.ModuleDict:
 
 def own_parameters(layer: nn.Module) -> set[Tensor]:
     """Return the parameters of a layer without those of its layers."""
-    own = {*layer.parameters(recurse=isinstance(layer, Neuron))}
+    own = {*layer.parameters(recurse=isinstance(layer, Neuron | SpikingLayer))}
     return own | {*parametrizations(layer).parameters()}
 
 
@@ -132,7 +132,7 @@ class ModuleObserver(Observer):
 
     def __init__(self, model: nn.Module) -> None:
         check_module("model", model)
-        neurons = [m for m in model.modules() if isinstance(m, Neuron)]
+        neurons = [m for m in model.modules() if isinstance(m, Neuron | SpikingLayer)]
         inner = {m for neuron in neurons for m in neuron.modules()}.difference(neurons)
         inner |= {m for layer in model.modules() for m in parametrizations(layer).modules()}
         self.modules = {name: m for name, m in model.named_modules() if m not in inner}

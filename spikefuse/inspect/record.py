@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,17 +16,23 @@ from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import label
 from spikefuse.inspect.observer import ModuleObserver
-from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, UnknownOutput
+from spikefuse.neurons.definition import (
+    FIRST_OUTPUT,
+    NO_NAME,
+    Neuron,
+    SpikingLayer,
+    UnknownOutput,
+)
 from spikefuse.neurons.per_step import per_step_values
 from spikefuse.nn.call import Scan, active
 from spikefuse.nn.checkpoint import is_recomputed
 from spikefuse.nn.nesting import map_tensors
-from spikefuse.nn.neuron import fires, scan_neuron
+from spikefuse.nn.neuron import exposed_names, fires, scan_neuron
 from spikefuse.nn.readouts import valid
 from spikefuse.scan.layout import unflatten_steps
 from spikefuse.scan.records import Arguments, Results, Wanted
 
-SPIKES, POTENTIAL, OUTPUT = "spikes", "h", "output"
+SPIKES, OUTPUT = "spikes", "output"
 Names = str | Iterable[str]
 
 
@@ -34,8 +40,9 @@ class Record(Mapping[str, dict[str, Any]]):
     """What `record` has recorded: `record["net.2"]["v"]` is a tensor `[T, B, ...]`.
 
     The keys are the names of the recorded neurons and layers that were called, in the order of
-    their first calls. Reading one that was called several times raises a ValueError: its values are
-    in `calls`, and `rates` counts all of them.
+    their first calls. `items()` and `values()` have the values of each call. Reading a name that
+    was called several times raises a ValueError: its values are in `calls`, and `rates` counts all
+    of them.
 
     Attributes:
         calls: for each name, the values of every call, in order.
@@ -45,7 +52,7 @@ class Record(Mapping[str, dict[str, Any]]):
     def __init__(self) -> None:
         self.calls: dict[str, list[dict[str, Any]]] = {}
         self.lengths: Tensor | None = None
-        self._neurons: dict[str, Neuron] = {}
+        self._neurons: dict[str, nn.Module] = {}
         self._read: list[tuple[str, Tensor, int]] = []
 
     def __getitem__(self, name: str) -> dict[str, Any]:
@@ -69,9 +76,25 @@ class Record(Mapping[str, dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.calls)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.calls
+
+    def items(self) -> ItemsView[str, dict[str, Any]]:
+        """The name and the values of each call: several pairs for a name that was called several
+        times."""
+        return _Items(self)
+
+    def values(self) -> ValuesView[dict[str, Any]]:
+        """The values of each call."""
+        return _Values(self)
+
     def of(self, state: str = SPIKES) -> dict[str, Tensor]:
-        """Return one state of all neurons that have it, by the neuron's name."""
-        return {name: values[state] for name, values in self.items() if state in values}
+        """Return one state of all neurons that have it, by the neuron's name.
+
+        Raises:
+            ValueError: one of them was called several times.
+        """
+        return {name: self[name][state] for name, calls in self.calls.items() if state in calls[0]}
 
     @property
     def rates(self) -> dict[str, float]:
@@ -114,6 +137,29 @@ class Record(Mapping[str, dict[str, Any]]):
                 )
 
 
+class _Items(ItemsView[str, dict[str, Any]]):
+    _mapping: Record
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        self._mapping._check()
+        for name, calls in self._mapping.calls.items():
+            for values in calls:
+                yield name, values
+
+    def __len__(self) -> int:
+        return sum(map(len, self._mapping.calls.values()))
+
+
+class _Values(ValuesView[dict[str, Any]]):
+    _mapping: Record
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (values for _, values in self._mapping.items())
+
+    def __len__(self) -> int:
+        return len(self._mapping.items())
+
+
 @contextlib.contextmanager
 def record(
     net: nn.Module,
@@ -149,8 +195,9 @@ def record(
         net: any module; names are those of `net.named_modules()`.
         neurons: names of neurons, as patterns of `fnmatch`, one or several.
         states: "spikes" for the output of `step` (recorded as "output0", "output1", ... if it has
-            several), names of declared states, and "h" for the potential before the reset; each
-            neuron records those that it has. Neurons of an `EventLinear` have their spikes only.
+            several), names of declared states, and of values that `step` exposes, such as "h", the
+            potential before the reset; each neuron records those that it has. `PSN`, and neurons of
+            an `EventLinear`, have their spikes only.
         layers: names of other modules, as patterns; their results are recorded as "output". Inside
             `Temporal`, tensors are unfolded to `[T, B, ...]`, also with `batch_first=True`.
         grad: whether values keep their history, for a loss on them. Otherwise they are copies
@@ -164,8 +211,8 @@ def record(
 
     Raises:
         TypeError: `net` is not a module, or names are no strings.
-        ValueError: a pattern selects nothing; no selected neuron has a state; or the potential of a
-            neuron of an `EventLinear` is asked for.
+        ValueError: a pattern selects nothing; no selected neuron has a state; or one of a neuron of
+            an `EventLinear` is asked for.
     """
     recorder = _RecordObserver(net, neurons, states, layers, grad)
     recorder.record.lengths = lengths
@@ -181,8 +228,9 @@ class _RecordObserver(ModuleObserver):
         super().__init__(net)
         self.record, self.grad, self.keeps_graph = Record(), grad, grad
         self.states = _names("states", states)
-        known = {name: m for m, name in self.names.items() if isinstance(m, Neuron)}
-        others = {name: m for m, name in self.names.items() if not isinstance(m, Neuron)}
+        kinds = Neuron | SpikingLayer
+        known = {name: m for m, name in self.names.items() if isinstance(m, kinds)}
+        others = {name: m for m, name in self.names.items() if not isinstance(m, kinds)}
         self._neurons: dict[Any, str] = {known[n]: n for n in _selected("neuron", neurons, known)}
         self.record._neurons = {name: neuron for neuron, name in self._neurons.items()}
         self._layers = {others[n]: n for n in _selected("layer", layers, others)}
@@ -196,19 +244,20 @@ class _RecordObserver(ModuleObserver):
         self._labels: dict[Neuron, tuple[tuple[str, ...], list[str]]] = {}
 
     def _check_states(self) -> None:
-        names = {
-            SPIKES,
-            POTENTIAL,
-            *(state for neuron in self._neurons for state in type(neuron).states),
-        }
-        for state in self.states if self._neurons else ():
-            if state not in names:
-                raise ValueError(
-                    f"no selected neuron has {state!r}: expected names among "
-                    f"{', '.join(map(repr, sorted(names)))}"
-                )
+        further = [s for s in self.states if s != SPIKES]
+        if not (further and self._neurons):
+            return
+        found = [_further_names(neuron) for neuron in self._neurons]
+        if None not in found:  # else a neuron tells its names in its first call
+            names = {SPIKES}.union(*(names or () for names in found))
+            for state in further:
+                if state not in names:
+                    raise ValueError(
+                        f"no selected neuron has {state!r}: expected names among "
+                        f"{', '.join(map(repr, sorted(names)))}"
+                    )
         for layer, name in self._event_layers.items():
-            hidden = [s for s in type(layer.neuron).states if s in self.states]
+            hidden = [s for s in further if s in (_further_names(layer.neuron) or ())]
             if hidden:
                 raise ValueError(
                     f"{name!r} is inside an EventLinear, which does not store {hidden[0]!r} over "
@@ -239,7 +288,7 @@ class _RecordObserver(ModuleObserver):
                 values[state] = self._value(name, found[state], copy=state in returned)
         return results._replace(outputs=results.outputs[: len(returned)])
 
-    def _warn_of_nan(self, neuron: Neuron, name: str, arguments: Arguments[Tensor]) -> None:
+    def _warn_of_nan(self, neuron: nn.Module, name: str, arguments: Arguments[Tensor]) -> None:
         values = {"inputs": arguments.inputs, "initial states": arguments.states or ()}
         for kind, tensors in {**values, "parameters": list(neuron.parameters())}.items():
             if any(bool(x.isnan().any()) for x in tensors):
@@ -258,27 +307,32 @@ class _RecordObserver(ModuleObserver):
             # A parameter with a value per step takes sequences of this length only.
             num_steps = len(inputs[0]) if per_step_values(neuron.values(), inputs[0]) else 1
             step = Arguments([x[:num_steps, :1].detach() for x in inputs])
-            states = [s for s in self.states if s in type(neuron).states]
-            with torch.no_grad():
-                number = len(scan_neuron(neuron, step, Wanted(impl="reference")).outputs)
-                if POTENTIAL in self.states and POTENTIAL not in states:
-                    with contextlib.suppress(UnknownOutput):
-                        scan_neuron(neuron, step, Wanted(outputs=(POTENTIAL,), impl="reference"))
-                        states.append(POTENTIAL)
-            several = tuple(f"output{i}" for i in range(number))
-            self._labels[neuron] = ((SPIKES,) if number == 1 else several), states
+            try:
+                with torch.no_grad():
+                    scan_neuron(neuron, step, Wanted(outputs=(NO_NAME,), impl="reference"))
+            except UnknownOutput as error:
+                further = {*type(neuron).states, *error.exposed}
+                states = [s for s in self.states if s in further]
+                self._labels[neuron] = error.labels or (SPIKES,), states
         return self._labels[neuron]
+
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        if isinstance(module, SpikingLayer) and module in self._neurons:
+            self._warn_of_nan(module, self._neurons[module], Arguments(inputs))
 
     def leave(self, module: nn.Module, output: Any) -> None:
         if is_recomputed(or_by_ours=True):
             return
+        if isinstance(module, SpikingLayer) and module in self._neurons and SPIKES in self.states:
+            name = self._neurons[module]
+            self.record._add(name)[SPIKES] = self._value(name, unfolded(output))
         if module in self._event_layers and isinstance(output, Events) and SPIKES in self.states:
             with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
                 self.record._add(self._event_layers[module])[SPIKES] = output.to_dense()
         if module in self._layers:
-            name, steps = self._layers[module], active.call.num_steps if active.call else 0
+            name = self._layers[module]
             self.record._add(name)[OUTPUT] = map_tensors(
-                lambda y: self._value(name, _unfolded(y, steps)), output
+                lambda y: self._value(name, unfolded(y)), output
             )
 
     def _value(self, name: str, y: Tensor, copy: bool = True) -> Tensor:
@@ -300,6 +354,8 @@ def are_spikes(y: Tensor, neuron: nn.Module | None = None) -> bool:
     Args:
         neuron: which has returned them, if it is known.
     """
+    if isinstance(neuron, SpikingLayer):
+        return True
     known = fires(neuron) if isinstance(neuron, Neuron) else None
     return bool((y == y.round()).all()) if known is None else known
 
@@ -336,8 +392,18 @@ def _selected(kind: str, patterns: Names, names: Mapping[str, nn.Module]) -> lis
     return list(chosen)
 
 
-def _unfolded(y: Tensor, num_steps: int) -> Tensor:
-    """`[T*B, ...]` as `[T, B, ...]`; other tensors as they are."""
+def _further_names(neuron: Any) -> Iterable[str] | None:
+    """The names of the states and exposed values of a neuron; None if they are not known."""
+    if isinstance(neuron, SpikingLayer):
+        return ()
+    exposed = exposed_names(neuron)
+    return None if exposed is None else (*type(neuron).states, *exposed)
+
+
+def unfolded(y: Tensor) -> Tensor:
+    """The output of a layer, `[T*B, ...]` inside `Temporal`, as `[T, B, ...]`; other tensors as
+    they are."""
+    num_steps = active.call.num_steps if active.call else 0
     if not num_steps or y.ndim == 0 or y.shape[0] % num_steps:
         return y
     return unflatten_steps(y, num_steps)

@@ -31,12 +31,11 @@ from spikefuse.inspect.operations import (
     is_constant,
     num_steps,
 )
-from spikefuse.inspect.record import are_spikes
-from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron
+from spikefuse.inspect.record import are_spikes, unfolded
+from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, SpikingLayer
 from spikefuse.nn.call import Scan, TemporalCall, active
 from spikefuse.nn.delay import DelayedLinear
 from spikefuse.nn.loop import Loop
-from spikefuse.nn.over_time import PSN
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.transforms.tables import aligned
@@ -241,7 +240,6 @@ class Report:
     def _rows(self) -> list[list[str]]:
         is_saved = any(row.saved is not None for row in self.layers)
         rows = [[*COLUMNS, "parameters", *(["saved"] if is_saved else [])]]
-        saved = sum(row.saved or 0 for row in self.layers)
         total = LayerReport(
             name="total",
             module="",
@@ -249,7 +247,7 @@ class Report:
             multiplies=self.multiplies,
             ann=self.ann,
             parameters=self.parameters,
-            saved=saved,
+            saved=sum(row.saved or 0 for row in self.layers),
         )
         for row in (*self.layers, total):
             shares = (row.rate, row.dead, row.saturated, row.nonzero)
@@ -431,8 +429,10 @@ class _Counter(ModuleObserver):
         return results._replace(outputs=results.outputs[: number or None])
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        if isinstance(module, Loop | PSN):  # the neurons of a loop ran in calls of its steps
+        if isinstance(module, Loop | SpikingLayer):  # a loop's neurons ran in calls of its steps
             self._spiking = active.call
+        if isinstance(module, SpikingLayer):
+            self._count_spikes(self.names[module], module, unfolded(output))
         if not isinstance(module, EventLinear) or module.activity is None:
             return
         name, read = self.names[module], module.activity

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spikefuse._torch import constant_result, refuse_data_parallel
 from spikefuse.neurons.checks import is_integer
@@ -259,6 +259,10 @@ class Neuron(Holder):
         return function(self, *constants)
 
 
+class SpikingLayer(nn.Module):
+    """Mark a layer whose output is spikes, but which is no `Neuron`: rates count it as one."""
+
+
 def _ignore(neuron: Neuron, *constants: Any) -> None:
     """Read nothing."""
 
@@ -296,11 +300,22 @@ class WrongResult(TypeError):
 
 
 class UnknownOutput(ValueError):
-    """A name is neither that of an output nor that of a state."""
+    """A name is neither that of an output nor that of a state.
+
+    Attributes:
+        labels: of the outputs, if the step has several.
+        exposed: the names of the values that the step exposes.
+    """
+
+    def __init__(self, message: str, labels: tuple[str, ...], exposed: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.labels, self.exposed = labels, exposed
 
 
 #: Names the first output of any neuron, see `with_outputs`.
 FIRST_OUTPUT = "output0"
+#: A name that no value of a step has.
+NO_NAME = ""
 
 
 def with_outputs(neuron: _N, names: tuple[str, ...]) -> _N:
@@ -328,7 +343,9 @@ def _select(
                 map(repr, dict.fromkeys(("spikes", *labels, *neuron.states, *exposed)))
             )
             raise UnknownOutput(
-                f"no output or state is named {name!r}: expected names among {valid}"
+                f"no output or state is named {name!r}: expected names among {valid}",
+                tuple(labels),
+                tuple(exposed),
             )
     return tuple(known[name] for name in neuron._selected)
 

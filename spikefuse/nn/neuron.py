@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from spikefuse import neurons, reference
 from spikefuse._torch import constant_result
 from spikefuse.neurons.checks import check_tensor, is_dense, is_plain
-from spikefuse.neurons.definition import Neuron, States, ValuePerStep, first_states, with_outputs
+from spikefuse.neurons.definition import (
+    NO_NAME,
+    Neuron,
+    States,
+    UnknownOutput,
+    ValuePerStep,
+    first_states,
+    with_outputs,
+)
 from spikefuse.neurons.parameters import shallow_copy
 from spikefuse.neurons.per_step import per_step_values, with_inputs
 from spikefuse.nn.call import Scan, active, mark_binary, refuse_second_call, wants_bits
@@ -187,6 +195,20 @@ def fires(neuron: Neuron) -> bool | None:
         except NotImplementedError:
             cache["fires"] = None
     result: bool | None = cache["fires"]
+    return result
+
+
+def exposed_names(neuron: Neuron) -> tuple[str, ...] | None:
+    """The names of the values that a step exposes; None where kernels cannot run the neuron."""
+    cache = neuron.description().cache
+    if "exposed" not in cache:
+        try:
+            traced(with_outputs(neuron, (NO_NAME,)))
+        except UnknownOutput as error:
+            cache["exposed"] = error.exposed
+        except NotImplementedError:
+            cache["exposed"] = None
+    result: tuple[str, ...] | None = cache["exposed"]
     return result
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.neurons.checks import check_tensor, integer
-from spikefuse.neurons.definition import Neuron
+from spikefuse.neurons.definition import Neuron, SpikingLayer
 from spikefuse.neurons.surrogate import Surrogate, checked
 from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.checkpoint import refuse_recomputation
@@ -200,7 +200,7 @@ class StepScale(OnSequences):
         return x * self.scale.to(x.dtype).view(-1, *(1,) * (x.ndim - 1))
 
 
-class PSN(OnSequences):
+class PSN(SpikingLayer, OnSequences):
     """Parallel spiking neuron: the potential of each step is a learned sum over all steps.
 
     Equation, with the weight `W` `[T, T]` and the bias `b` `[T, 1]`, both learned::

@@ -9,29 +9,32 @@ from torch import Tensor, nn
 
 from spikefuse.events.linear import InputActivity
 from spikefuse.neurons import Neuron, RateIF
-from spikefuse.neurons.definition import channel_view
-from spikefuse.nn import Block, EventLinear, Events, Recurrent
+from spikefuse.neurons.definition import FIRST_OUTPUT, SpikingLayer, channel_view
+from spikefuse.nn import Block, EventLinear, Events, Feedback, Recurrent
 from spikefuse.nn.neuron import fires
+from spikefuse.nn.virtual_steps import VirtualSteps
 from spikefuse.train.processes import Processes
+
+#: Layers that run their neuron without a call of it, and return its spikes.
+_AROUND = (Block, Recurrent, Feedback, VirtualSteps)
 
 
 class RateMonitor:
-    """Hold the spikes of neurons, recurrent layers and blocks in the last call of a network in
-    training, in which a layer may be called several times.
+    """Hold the spikes of neurons, and of layers that return spikes, in the last call of a network
+    in training, in which a layer may be called several times.
 
     Neurons inside an event layer, which are not called, do not count. Nor do those that never fire,
-    such as leaky integrators.
+    such as leaky integrators, and calls whose `outputs` have no spikes.
     """
 
     def __init__(self, net: nn.Module) -> None:
         self.last: dict[str, list[Tensor]] = {}
         self.num_layers = 0
         for name, module in net.named_modules():
-            if not isinstance(module, Neuron | Block | Recurrent):
-                continue
-            neuron = module if isinstance(module, Neuron) else module.neuron
-            if fires(neuron) is not False:
-                module.register_forward_hook(self._observe(name, neuron))
+            neuron = module.neuron if isinstance(module, _AROUND) else module
+            is_firing = isinstance(neuron, Neuron) and fires(neuron) is not False
+            if is_firing or isinstance(module, SpikingLayer):
+                module.register_forward_hook(self._observe(name, neuron), with_kwargs=True)
                 self.num_layers += 1
         net.register_forward_pre_hook(self._begin())
 
@@ -42,10 +45,10 @@ class RateMonitor:
 
         return hook
 
-    def _observe(self, name: str, neuron: Neuron) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if _is_training(module):
-                spikes = output[0] if isinstance(output, tuple) else output
+    def _observe(self, name: str, neuron: nn.Module) -> Any:
+        def hook(module: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> None:
+            spikes = _spikes(output, options.get("outputs"))
+            if spikes is not None and _is_training(module):
                 if isinstance(neuron, RateIF):  # whose spikes have the height of the threshold
                     height = torch.as_tensor(neuron.values()["threshold"]).detach()
                     spikes = spikes / channel_view("threshold", height, spikes.shape)
@@ -154,6 +157,14 @@ class ActivityMonitor:
                 term = torch.relu(rate / self.capacity - 0.5).square()
                 total = term if total is None else total + term
         return total
+
+
+def _spikes(output: Any, names: tuple[str, ...] | None) -> Tensor | None:
+    """Return the spikes in the output of a layer, called with these names of `outputs`, if any."""
+    if not names:
+        return output[0] if isinstance(output, tuple) else output
+    named = dict(zip(names, output, strict=True))
+    return named.get("spikes", named.get(FIRST_OUTPUT))
 
 
 def _is_training(module: nn.Module) -> bool:

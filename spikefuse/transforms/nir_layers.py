@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+from spikefuse.neurons.definition import SpikingLayer
 from spikefuse.neurons.parameters import NUMBERS
 from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.nn.symbolic import leaf
@@ -32,7 +33,7 @@ class Scale(nn.Module):
         return f"{self.scale.item():g}" if self.scale.ndim == 0 else f"{list(self.scale.shape)}"
 
 
-class Threshold(nn.Module):
+class Threshold(SpikingLayer):
     """Fire where a value is above a threshold, without a state: NIR's `Threshold`.
 
     Shapes: `x`, the spikes: `[B, ...]`; `threshold`, a buffer: any shape that broadcasts to one of

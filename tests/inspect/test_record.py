@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import spikefuse as sf
 from spikefuse.nn import EventLinear, encode
+from spikefuse.transforms.nir_layers import Threshold
 
 T, B = 5, 3
 
@@ -54,6 +56,44 @@ def test_rates_are_those_of_spikes():
     spikes = record["net.0"]["spikes"]
     assert spikes.min() == -1
     assert record.rates == {"net.0": pytest.approx((spikes != 0).float().mean().item())}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: sf.PSN(6), lambda: sf.PSN(6, order=2), lambda: Threshold(0.7, sf.surrogate.Arctan())],
+)
+def test_layers_of_spikes_that_are_no_neurons(make):
+    torch.manual_seed(0)
+    layer = make()
+    net = sf.Temporal(nn.Sequential(nn.Linear(4, 9), layer, nn.Linear(9, 2), sf.LIF()))
+    x = 5 * torch.randn(6, 3, 4)
+    lengths = torch.tensor([6, 2, 5])
+    with sf.record(net, states=("spikes", "v"), layers="*", lengths=lengths) as some:
+        net(x)
+    with sf.record(net, "net.1", grad=True) as record:
+        net(x)
+    spikes = record["net.1"]["spikes"]
+    assert torch.equal(spikes, layer(net.net[0](x)))
+    assert 0.05 < spikes.mean() < 0.95
+    assert list(some["net.1"]) == ["spikes"]
+    assert "net.1.surrogate" not in some
+    steps = torch.cat([spikes[:6, 0], spikes[:2, 1], spikes[:5, 2]])
+    assert some.rates["net.1"] == pytest.approx(steps.mean().item())
+    report = sf.report(net, [x])
+    rate = pytest.approx(spikes.mean().item())
+    assert record.rates == {"net.1": rate}
+    assert report.rates["net.1"] == rate
+    row = next(row for row in report.layers if row.name == "net.1")
+    assert row.dead == pytest.approx((spikes == 0).all(0).all(0).float().mean().item())
+    sums = 6 * 9 if isinstance(layer, sf.PSN) else 0  # of its matrix product
+    assert row.accesses.spike_writes == pytest.approx(spikes.sum().item() / 3 + sums)
+    assert row.parameters == sum(p.numel() for p in layer.parameters())
+    spikes.mean().backward()
+    assert net.net[0].weight.grad.any()
+    with sf.record(net, "net.1"), pytest.warns(UserWarning, match="'net.1' has NaN in its inputs"):
+        net(x.where(x > x.min(), torch.nan))
+    with pytest.raises(ValueError, match=r"has 'h': expected names among 'spikes'$"):
+        sf.record(net, "net.1", states="h").__enter__()
 
 
 class Weighted(sf.Neuron):
@@ -201,6 +241,42 @@ def test_the_potential_before_the_reset():
     assert list(record["net.2"]) == ["v", "h"]
     v, h = record["net.2"]["v"], record["net.2"]["h"]
     assert torch.equal(v, h.where(h < 0.4, 0))
+
+
+class Driven(sf.Neuron):
+    """A neuron of a user that exposes what drives it, and no potential."""
+
+    v = sf.State()
+
+    def step(self, x, v):
+        drive = 2 * x
+        self.expose(drive=drive)
+        s = sf.surrogate.Arctan()(v + drive - 1.0)
+        return s, (v + drive - s,)
+
+
+class Opaque(Driven):
+    """One that kernels cannot run."""
+
+    def step(self, x, v):
+        return super().step(torch.special.bessel_j0(x), v)
+
+
+def test_exposed_values():
+    torch.manual_seed(0)
+    net, x = sf.Temporal(nn.Sequential(Driven(), nn.Linear(4, 3), sf.LIF())), torch.rand(T, B, 4)
+    with sf.record(net, states=("drive", "h", "v"), grad=True) as record:
+        net(x)
+    assert [list(values) for values in record.values()] == [["drive", "v"], ["h", "v"]]
+    assert torch.equal(record["net.0"]["drive"], 2 * x)
+    known = "expected names among 'drive', 'spikes', 'v'$"
+    for state in ("h", "driv"):
+        with pytest.raises(ValueError, match=f"no selected neuron has '{state}': {known}"):
+            sf.record(net, "net.0", state).__enter__()
+    alone = Opaque()
+    with sf.record(alone, states=("drive", "spikes")) as record:
+        alone(x, impl="reference")
+    torch.testing.assert_close(record[""]["drive"], 2 * torch.special.bessel_j0(x))
 
 
 def test_nan_is_reported():
@@ -389,8 +465,9 @@ def test_layers_of_events() -> None:
     assert list(record) == ["net.0.neuron"]
     spikes = lif(F.linear(x, layers[0].weight, layers[0].bias))
     assert torch.equal(record["net.0.neuron"]["spikes"], spikes)
-    with pytest.raises(ValueError, match=r"'net.0.neuron' is inside an EventLinear"):
-        sf.record(net, states="v").__enter__()
+    for state in ("v", "h"):
+        with pytest.raises(ValueError, match=rf"'net.0.neuron' is inside .* not store '{state}'"):
+            sf.record(net, states=state).__enter__()
     with sf.record(net, grad=True) as record:
         net(x)
     record["net.0.neuron"]["spikes"].mean().backward()
@@ -439,8 +516,15 @@ def test_several_calls() -> None:
     for name in whole:
         steps = [call["v"] for call in record.calls[name]]
         torch.testing.assert_close(torch.cat(steps), whole[name]["v"])
-    with pytest.raises(ValueError, match=r"'net.2' was called 5 times: read record.calls"):
-        record["net.2"]
+    assert "net.2" in record
+    for read in (record.__getitem__, lambda name: record.of("v")[name]):
+        with pytest.raises(ValueError, match=r"'net.2' was called 5 times: read record.calls"):
+            read("net.2")
+    calls = [(name, call) for name, calls in record.calls.items() for call in calls]
+    assert len(record.items()) == len(record.values()) == len(calls) == 10
+    for (name, values), (expected, call) in zip(record.items(), calls, strict=True):
+        assert (name, values["v"] is call["v"]) == (expected, True)
+    assert all(map(operator.is_, record.values(), (call for _, call in calls)))
 
 
 def test_outputs_that_the_network_asks_for_remain() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -17,11 +18,13 @@ import torch
 from torch import nn
 
 import spikefuse as sf
+from spikefuse.neurons.definition import SpikingLayer
 from spikefuse.nn import Events
 from spikefuse.train.activity import ActivityMonitor, RateMonitor
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.training_module import TrainingModule
+from spikefuse.transforms.nir_layers import Threshold
 
 Spikefuse = Callable[..., int]
 EVENTS = ["--dataset", "shd", "--model", "event-mlp", "--device", "cpu"]
@@ -217,6 +220,75 @@ class Shared(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.neuron(self.second(self.neuron(self.first(x.flatten(1)))))
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.neuron = sf.LIF(threshold=0.6)
+
+    def forward(self, x: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        return self.neuron(x + 0.3 * last)
+
+
+class Asking(Body):
+    """Asks for potentials, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.neuron(x, outputs=("v", "spikes"))[1]
+
+
+LAYERS = {
+    "neuron": lambda: sf.LIF(threshold=0.6),
+    "neuron with outputs": Asking,
+    "PSN": lambda: sf.PSN(6),
+    "SlidingPSN": lambda: sf.SlidingPSN(3),
+    "Threshold": lambda: Threshold(0.3, sf.surrogate.Arctan()),
+    "Block": lambda: sf.nn.Block(nn.BatchNorm1d(4), sf.LIF(threshold=0.6)),
+    "Recurrent": lambda: sf.Recurrent(sf.LIF(threshold=0.6), 4),
+    "Feedback": lambda: sf.nn.Feedback(nn.Linear(4, 4), sf.LIF(threshold=0.6)),
+    "Loop": lambda: sf.Loop(Body(), (4,)),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_each_layer_that_fires_counts_in_all_rates(name: str, fused: bool) -> None:
+    torch.manual_seed(0)
+    net = sf.Temporal(nn.Sequential(nn.Linear(3, 4), LAYERS[name](), nn.Linear(4, 2)))
+    x = 3 * torch.randn(6, 5, 3)
+    with sf.record(net) as record:
+        net(x)
+    (rate,) = record.rates.values()
+    assert 0.05 < rate < 0.95
+    assert sf.report(net, [x]).rates == pytest.approx(record.rates)
+    net = sf.fuse(net) if fused else net
+    rates = RateMonitor(net)
+    net(x)
+    penalty = rates.penalty()
+    assert penalty is not None
+    assert penalty.item() == pytest.approx(rate)
+    penalty.backward()
+    assert net.net[0].weight.grad.any()
+
+
+def test_these_are_all_layers_with_neurons() -> None:
+    """`EventLinear` has an activity of its own."""
+    layers = {name: getattr(sf.nn, name) for name in sf.nn.__all__}
+    found = {
+        name
+        for name, layer in layers.items()
+        if isinstance(layer, type)
+        and ("neuron" in inspect.signature(layer).parameters or issubclass(layer, SpikingLayer))
+    }
+    assert found - {"EventLinear"} <= {*LAYERS}
+
+
+def test_calls_without_spikes_have_no_rate() -> None:
+    neuron = sf.LIF(threshold=0.6)
+    rates = RateMonitor(nn.Sequential(neuron))
+    neuron(torch.randn(5, 3, 4, requires_grad=True), outputs=("v",))
+    assert rates.penalty() is None
 
 
 def test_neurons_that_never_fire_have_no_rate() -> None:
