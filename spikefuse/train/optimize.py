@@ -40,74 +40,87 @@ def gradients(
     loss: Callable[[Tensor, Tensor], Tensor],
     backward: Backward,
     whole: tuple[Tensor, int] | None = None,
+    penalty: Callable[[], Tensor | None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """Accumulate the gradients of a batch into the parameters.
 
-    The batch is split into `config.accumulate` microbatches. Each passes through the network in
-    chunks of `config.tbptt` time steps; states cross chunk boundaries, gradients do not. The loss
-    of a chunk is computed from its own outputs and weighted by its fraction of the targets that
-    count. With loss "last", only the last chunk has a loss.
+    The batch is split into `config.accumulate` microbatches, at most one for each sample. Each
+    passes through the network in chunks of `config.tbptt` time steps; states cross chunk
+    boundaries, gradients do not. The loss of a chunk is computed from its own outputs and weighted
+    by its fraction of the targets that count; with loss "last", only the last chunk has a loss.
+    Every chunk has a penalty, weighted by its fraction of samples and steps.
 
     Args:
         net: the network, a `Temporal` or a function that calls one.
         x: its input `[T, B, ...]`; `Events` are never split.
         labels: targets of the task, or class probabilities `[B, K]`.
-        loss: maps outputs `[T, B, K]` of the most recent call of the network, and their labels, to
-            a scalar.
+        loss: maps outputs `[T, B, K]` of the network, and their labels, to a scalar.
         backward: computes and accumulates the gradients of a loss.
         whole: if this is a part of a batch, the labels of the batch and the number of its parts,
             over which losses and gradients are averaged later.
+        penalty: returns the penalty of the most recent call of the network, a scalar, if any.
 
     Returns:
-        The loss, a scalar, and the predictions of the whole batch, both detached.
+        The loss with penalties, a scalar, and the predictions of the whole batch, both detached.
     """
     num_steps, batch, task = x.shape[0], x.shape[1], config.make_task()
     all_labels, parts = (labels, 1) if whole is None else whole
     is_whole = config.accumulate == 1 and (config.tbptt or num_steps) >= num_steps
     may_ignore = task.are_classes(labels) and (task.per_step or parts > 1)
     total, predictions = torch.zeros((), device=x.device), []
-    for indices in torch.arange(batch).tensor_split(config.accumulate):
+    for indices in torch.arange(batch).tensor_split(min(config.accumulate, batch)):
         rows = slice(int(indices[0]), int(indices[-1]) + 1)
         outputs = []
         microbatch = x if isinstance(x, Events) else x[:, rows]
-        for stop, output in _chunks(net, microbatch, config):
+        for steps, output in _chunks(net, microbatch, config):
             outputs.append(output.detach())
-            if config.loss == "last" and stop < num_steps:
-                continue
-            steps = slice(stop - len(output), stop)
-            part = labels[rows, steps] if task.per_step else labels[rows]
-            weighted = loss(output, part)
-            if not is_whole or may_ignore:
-                counted = task.num_counted(all_labels)
-                counted = counted.clamp(min=1) if isinstance(counted, Tensor) else counted
-                weight = task.num_counted(part) * parts / counted
-                if not task.per_step and config.loss != "last":
-                    weight = weight * (len(output) / num_steps)
-                weighted = weighted * weight
-                if isinstance(weight, Tensor):
-                    weighted = weighted.masked_fill(~(weight > 0), 0.0)  # NaN, without a target
-            backward(weighted, rows.stop == batch and stop == num_steps)
-            total += weighted.detach()
+            part_of_time = (steps.stop - steps.start) / num_steps
+            has_loss = _has_loss(steps, num_steps, config)
+            value = penalty()
+            if value is not None:
+                value = value * (len(indices) * parts / len(all_labels) * part_of_time)
+            if has_loss:
+                part = labels[rows, steps] if task.per_step else labels[rows]
+                weighted = loss(output, part)
+                if not is_whole or may_ignore:
+                    counted = task.num_counted(all_labels)
+                    counted = counted.clamp(min=1) if isinstance(counted, Tensor) else counted
+                    weight = task.num_counted(part) * parts / counted
+                    if not task.per_step and config.loss != "last":
+                        weight = weight * part_of_time
+                    weighted = weighted * weight
+                    if isinstance(weight, Tensor):
+                        weighted = weighted.masked_fill(~(weight > 0), 0.0)  # NaN, without a target
+                value = weighted if value is None else weighted + value
+            if value is not None:
+                if has_loss or value.requires_grad:  # a penalty of frozen layers has no gradient
+                    backward(value, rows.stop == batch and steps.stop == num_steps)
+                total += value.detach()
         predictions.append(task.predict(torch.cat(outputs)))
     return total, torch.cat(predictions)
 
 
 def _chunks(
     net: Callable[..., Any], x: Tensor | Events, config: TrainConfig
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield the number of steps done and the output for each chunk of time steps."""
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the steps and the output of each chunk of time steps."""
     num_steps = x.shape[0]
     if isinstance(x, Events) or config.tbptt is None or config.tbptt >= num_steps:
-        yield num_steps, net(x)
+        yield slice(0, num_steps), net(x)
         return
     state: dict[str, Any] | None = None
-    stop = 0
-    for chunk in x.split(config.tbptt):
-        stop += len(chunk)
-        with torch.set_grad_enabled(config.loss != "last" or stop == num_steps):
-            output, state = net(chunk, state=state, return_state=True)
+    for start in range(0, num_steps, config.tbptt):
+        steps = slice(start, min(start + config.tbptt, num_steps))
+        needs_grad = config.rate_penalty > 0 or _has_loss(steps, num_steps, config)
+        with torch.set_grad_enabled(needs_grad):
+            output, state = net(x[steps], state=state, return_state=True)
         state = {name: tuple(s.detach() for s in states) for name, states in state.items()}
-        yield stop, output
+        yield steps, output
+
+
+def _has_loss(steps: slice, num_steps: int, config: TrainConfig) -> bool:
+    """Whether the outputs of a chunk of time steps have a loss."""
+    return config.loss != "last" or steps.stop == num_steps
 
 
 def make_optimizer(config: TrainConfig, net: nn.Module, device: torch.device) -> Optimizer:

@@ -161,6 +161,12 @@ class Task:
             return targets.numel()
         return (targets.long() != IGNORED).sum()
 
+    def num_samples(self, targets: Tensor) -> Tensor | float:
+        """Return how many samples count; a sample of several steps counts in part."""
+        counted = self.num_counted(targets)
+        counted = counted.double() if isinstance(counted, Tensor) else counted
+        return counted * len(targets) / max(targets.numel(), 1)
+
     def num_ignored(self, statistics: Tensor) -> Tensor | float:
         """Return how many samples are of class -100; a sample of several steps counts in part."""
         return statistics[-1] if self.of_classes else 0.0
@@ -231,11 +237,22 @@ class Totals:
             sums = [*sums, 0.0]
         self.sums = torch.tensor(sums or [0.0] * size, dtype=torch.float64).view(size)
 
-    def add(self, predictions: Tensor, targets: Tensor, loss: Tensor | None = None) -> None:
-        """Add a batch; without its loss, that of `evaluate`."""
+    def add(
+        self,
+        predictions: Tensor,
+        targets: Tensor,
+        loss: Tensor | None = None,
+        counted: Tensor | float | None = None,
+    ) -> None:
+        """Add a batch; without its loss, that of `evaluate`.
+
+        Args:
+            counted: how many samples the loss counts for; by default those that are not ignored.
+        """
         loss = self.task.evaluate(predictions, targets) if loss is None else loss
         statistics = self.task.statistics(predictions, targets)
-        counted = len(targets) - self.task.num_ignored(statistics)
+        if counted is None:
+            counted = len(targets) - self.task.num_ignored(statistics)
         total = loss.detach().double() * counted
         if isinstance(counted, Tensor):
             total = total.where(counted > 0, 0.0)  # the mean over no sample is NaN

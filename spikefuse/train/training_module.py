@@ -264,7 +264,10 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
         is_last = batch_idx + 1 == self.trainer.num_training_batches
         epoch = self.current_epoch if is_last or self.trainer.is_last_batch else None
         optimize.step_schedulers(self.trainer.lr_scheduler_configs, batch_idx, epoch)
-        self.totals.add(predictions, shown, loss)
+        counted = None
+        if self.processes.data > 1:  # whose losses are parts of the mean over the whole batch
+            counted = self.task.num_samples(labels) / self.processes.data
+        self.totals.add(predictions, shown, loss, counted)
         if self.processes.count > 1 and (self.global_step % LOG_EVERY_STEPS) == 0:
             loss = self.processes.sum(loss) / self.processes.count
         return loss
@@ -286,7 +289,7 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
         net = self.net if self._axis is None else self.outputs
         whole = labels, self.processes.data
         loss, predictions = optimize.gradients(
-            net, x, labels[share], self.config, self._loss, self._backward, whole
+            net, x, labels[share], self.config, self._loss, self._backward, whole, self._penalty
         )
         self.activity.count()
         return loss, predictions, labels[share]
@@ -325,7 +328,6 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
             self._sets_rate = False
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss and the penalties of the most recent call of the network."""
         config, num = self.config, self.task.outputs
         if outputs.ndim != 3 or outputs.shape[1:] != (len(labels), num):
             what = "classes" if self.task.of_classes else "values"
@@ -333,14 +335,15 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
                 f"the model {config.model} has outputs {list(outputs.shape)}: expected [T, "
                 f"{len(labels)}, {num}], one for each of the {num} {what}"
             )
-        value = self.loss(outputs, labels)
-        terms = [(self.activity.penalty(), config.activity_weight)]
-        if self._rates is not None:
-            terms.append((self._rates.penalty(), config.rate_penalty))
-        for penalty, weight in terms:
-            if penalty is not None and weight is not None:
-                value = value + weight * penalty
-        return value
+        return self.loss(outputs, labels)
+
+    def _penalty(self) -> Tensor | None:
+        """Compute the penalty of the most recent call of the network: a model has one at most."""
+        if self._rates is None:
+            penalty, weight = self.activity.penalty(), self.config.activity_weight
+        else:
+            penalty, weight = self._rates.penalty(), self.config.rate_penalty
+        return None if penalty is None or weight is None else weight * penalty
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         block = getattr(self.trainer.strategy, "block_backward_sync", None)

@@ -14,6 +14,7 @@ OPTIONS = {
     "sgd, cosine": "--model conv --optimizer sgd --lr 0.05 --schedule cosine --warmup 0.5",
     "bf16, parts": "--model conv --precision bf16 --accumulate 2",
     "chunks, every step": "--model mlp --tbptt 3 --loss every --flip --label-smoothing 0.1",
+    "chunks, last step": "--model mlp --tbptt 3 --loss last --rate-penalty 0.5 --accumulate 2",
     "augmented": "--model conv --flip --cutout 3 --erase 0.5 --trivial-augment",
     "mixed, every step": "--model mlp --loss every --mixup 0.4 --cutmix 1",
 }

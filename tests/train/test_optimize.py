@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import spikefuse as sf
+from spikefuse.train.activity import RateMonitor
 from spikefuse.train.choices import LOSSES, OPTIMIZERS
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.optimize import (
@@ -22,7 +23,7 @@ from spikefuse.train.optimize import (
     make_optimizer,
     set_learning_rate,
 )
-from spikefuse.train.tasks import Task
+from spikefuse.train.tasks import Task, Totals
 
 T, B = 6, 8
 
@@ -135,6 +136,20 @@ def whole_batch(net, batch, loss="mean"):
     return value.detach(), task.predict(outputs).detach(), [p.grad for p in net.parameters()]
 
 
+def spikes_in_chunks(net, x, size):
+    """The outputs and the hidden spikes of a loop over time, whose states a chunk detaches."""
+    first, lif, last = net.net
+    v, outputs, spikes = torch.zeros(x.shape[1], 16), [], []
+    for t, values in enumerate(x):
+        v = v.detach() if t % size == 0 else v
+        h = lif.decay * v + first(values)
+        fired = lif.surrogate(h - lif.threshold)
+        v = h * (1 - fired)
+        outputs.append(last(fired))
+        spikes.append(fired)
+    return torch.stack(outputs), torch.stack(spikes)
+
+
 def in_microbatches(net, batch, **options):
     x, labels = batch
     net.zero_grad()
@@ -216,20 +231,97 @@ def test_pieces_of_padded_sequences_count_by_their_targets(
     torch.testing.assert_close([p.grad for p in net.parameters()], grads)
 
 
+PIECES = [(1, None), (3, None), (B, None), (1, 2), (1, 4), (3, 4)]
+
+
+@pytest.mark.parametrize(("accumulate", "tbptt"), PIECES)
+@pytest.mark.parametrize("loss", [*LOSSES, "padded"])
+def test_pieces_have_the_penalty_of_their_samples_and_steps(
+    net, batch, loss: str, accumulate: int, tbptt: int | None
+) -> None:
+    """Whatever their targets, of which some pieces have none."""
+    x, labels = batch[0].clone(), batch[1]
+    x[:, 6:] *= 3  # which spike more often
+    options = {"batch_size": B, "num_steps": T, "accumulate": accumulate, "tbptt": tbptt}
+    if loss == "padded":
+        labels = torch.randint(0, 3, (B, T))
+        labels[:, 4:], labels[1, 2:], labels[6:] = -100, -100, -100
+        options |= {"task": "sequence", "criterion": "cross-entropy"}
+    else:
+        options["loss"] = loss
+    config = TrainConfig(**options, rate_penalty=5.0)
+    task = Task(config.task, "cross-entropy", config.loss, 3)
+
+    net.zero_grad()
+    outputs, spikes = spikes_in_chunks(net, x, tbptt or T)
+    if loss == "mean":  # of each chunk
+        chunks = outputs.split(tbptt or T)
+        expected = sum(task.loss(y, labels) * len(y) / T for y in chunks)
+    else:
+        expected = task.loss(outputs, labels)
+    expected = expected + 5 * spikes.mean()
+    expected.backward()
+    grads = [p.grad for p in net.parameters()]
+
+    net.zero_grad()
+    rates = RateMonitor(net.net)
+
+    def backward(value: torch.Tensor, last: bool) -> None:
+        value.backward()
+
+    value, _ = gradients(
+        net, x, labels, config, task.loss, backward, penalty=lambda: 5 * rates.penalty()
+    )
+    torch.testing.assert_close(value, expected.detach())
+    torch.testing.assert_close([p.grad for p in net.parameters()], grads)
+
+
+def test_chunks_without_a_loss_have_no_backward_pass_of_their_own(net, batch) -> None:
+    x, labels = batch
+    net.net[0].requires_grad_(False)
+    rates, task, losses = RateMonitor(net.net), classification("last"), []
+    net.net[1].register_forward_hook(lambda *args: losses.append(torch.is_grad_enabled()))
+
+    def passes(**options: float) -> int:
+        config, done = TrainConfig(loss="last", num_steps=T, tbptt=2, **options), []
+        penalty = rates.penalty if options else lambda: None
+        gradients(net, x, labels, config, task.loss, lambda y, _: done.append(y), penalty=penalty)
+        return len(done)
+
+    assert passes() == 1
+    assert losses == [False, False, True]
+    assert passes(rate_penalty=1.0) == 1  # the layers before the spikes are frozen
+    net.net[0].requires_grad_(True)
+    assert passes(rate_penalty=1.0) == 3
+
+
+def test_more_microbatches_than_samples(net, batch) -> None:
+    """The last batch of a loader may have fewer samples than `accumulate`."""
+    few = batch[0][:, :2], batch[1][:2]
+    torch.testing.assert_close(in_microbatches(net, few, accumulate=4), whole_batch(net, few))
+
+
 def test_parts_of_a_batch_count_by_their_targets(net, batch) -> None:
     """As those of several processes, whose gradients are averaged."""
     x, labels = batch[0], torch.randint(0, 3, (B, T))
     labels[0, 1:], labels[5:] = -100, -100
     options = {"task": "sequence", "criterion": "cross-entropy", "batch_size": B, "num_steps": T}
-    config = TrainConfig(**options)
-    loss = config.make_task().loss
+    config = TrainConfig(**options, rate_penalty=5.0)
+    task, rates, sums = config.make_task(), RateMonitor(net.net), []
 
     def part(rows: slice, parts: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         net.zero_grad()
         whole = labels, parts
-        value, _ = gradients(
-            net, x[:, rows], labels[rows], config, loss, lambda y, last: y.backward(), whole
+
+        def backward(value: torch.Tensor, last: bool) -> None:
+            value.backward()
+
+        value, predictions = gradients(
+            net, x[:, rows], labels[rows], config, task.loss, backward, whole, rates.penalty
         )
+        totals = Totals(task)
+        totals.add(predictions, labels[rows], value, task.num_samples(labels) / parts)
+        sums.append(totals.sums)
         return value, [p.grad for p in net.parameters()]
 
     (expected, wanted), (first, a), (second, b), (third, c) = (
@@ -238,10 +330,11 @@ def test_parts_of_a_batch_count_by_their_targets(net, batch) -> None:
         part(slice(3, 6), 3),
         part(slice(6, None), 3),
     )
-    assert third == 0  # no target
+    assert 0 < third < 1  # no target, but a penalty
     torch.testing.assert_close((first + second + third) / 3, expected)
     found = [(g + h + i) / 3 for g, h, i in zip(a, b, c, strict=True)]
     torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(sum(sums[1:]), sums[0])
 
 
 def test_a_batch_without_targets_has_no_gradient(net, batch) -> None:
