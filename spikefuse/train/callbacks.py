@@ -18,10 +18,10 @@ from spikefuse.data import Examples
 from spikefuse.data.files import replacing
 from spikefuse.inspect.record import first_outputs, record
 from spikefuse.train.batches import contents
-from spikefuse.train.checkpoint import BEST, LAST, EpochMetrics
+from spikefuse.train.checkpoint import BEST, LAST, EpochMetrics, best_epoch
 from spikefuse.train.output import show
 from spikefuse.train.signals import SignalHandler
-from spikefuse.train.training_module import LOG_EVERY_STEPS, best_epoch
+from spikefuse.train.training_module import LOG_EVERY_STEPS
 
 OBSERVED = 32  # validation examples whose spikes are counted
 LONG_WAIT = 0.2  # share of an epoch that a user should hear of

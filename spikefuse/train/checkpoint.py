@@ -56,6 +56,14 @@ GLOBAL = re.compile(
 EpochMetrics = dict[str, float]
 
 
+def best_epoch(history: list[EpochMetrics]) -> EpochMetrics:
+    """Return the first epoch with the highest validation accuracy and, among those, lowest loss.
+
+    Of values, it is the one with the lowest loss.
+    """
+    return max(history, key=lambda row: (row.get("val_accuracy", 0.0), -row["val_loss"]))
+
+
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Hold the folder of a run, and delete what a killed run left half written in it.

@@ -219,3 +219,20 @@ def check_network(name: str, net: Any) -> None:
             f"the builder {name} has returned {_kind(net)}: expected a torch.nn.Module for one "
             "time step, which the trainer wraps in Temporal"
         )
+
+
+def body_of(net: Any) -> nn.Module:
+    """Return the network within a `Temporal`, or a module around some itself.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(net, Temporal):
+        return net.net
+    if isinstance(net, nn.Module) and any(isinstance(m, Temporal) for m in net.modules()):
+        return net
+    raise ConfigError(
+        f"make_network has returned {_kind(net)}: expected a Temporal, or a module around some; "
+        "wrap a network for one time step in spikefuse.Temporal, and in it layers that see all "
+        "steps in spikefuse.OverTime"
+    )

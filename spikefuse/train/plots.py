@@ -16,8 +16,8 @@ from spikefuse.data.files import replacing
 from spikefuse.inspect.plots import raster
 from spikefuse.inspect.record import are_spikes, firing_rate, first_outputs, record
 from spikefuse.nn import Events
-from spikefuse.train.checkpoint import EpochMetrics
-from spikefuse.train.training_module import TrainingModule, best_epoch
+from spikefuse.train.checkpoint import EpochMetrics, best_epoch
+from spikefuse.train.training_module import TrainingModule
 
 PANEL = (3.6, 2.6)  # inches
 MAX_CLASSES = 12  # of which names fit beside a panel

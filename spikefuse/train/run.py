@@ -28,7 +28,7 @@ from spikefuse.distributed import RankLost, make_mesh
 from spikefuse.nn import scale_to_rate
 from spikefuse.train import batches, folder
 from spikefuse.train.callbacks import CheckpointSaver, MetricsWriter, ProgressReporter
-from spikefuse.train.checkpoint import BEST, LAST, LoadedRun, load, load_weights
+from spikefuse.train.checkpoint import BEST, LAST, LoadedRun, best_epoch, load, load_weights
 from spikefuse.train.config import RunOptions, TrainConfig
 from spikefuse.train.data_module import DataModule
 from spikefuse.train.extras import check_logger, make_logger
@@ -38,7 +38,7 @@ from spikefuse.train.plots import plot_curves, plot_raster
 from spikefuse.train.predict import device_of, evaluate, threads
 from spikefuse.train.processes import Processes, is_connection_error
 from spikefuse.train.signals import RunInterrupted, SignalHandler
-from spikefuse.train.training_module import LIGHTNING_PRECISION, TrainingModule, best_epoch
+from spikefuse.train.training_module import LIGHTNING_PRECISION, TrainingModule
 
 TENSORBOARD = "tensorboard"
 

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from spikefuse.distributed import gather_steps, shard_time
-from spikefuse.nn import Events, Temporal
-from spikefuse.train import batches, optimize
+from spikefuse.nn import Events
+from spikefuse.train import batches, optimize, own
 from spikefuse.train.activity import ActivityMonitor, RateMonitor
 from spikefuse.train.batches import WHOLE, Batch
 from spikefuse.train.checkpoint import KEY, EpochMetrics, entry, same_types
@@ -69,13 +69,14 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
         self.processes = Processes() if processes is None else processes
         reseed(config.seed, Purpose.WEIGHTS)
         self.neurons_made = 0
-        self.net = self.make_network()
+        self.net: Any = self.make_network()
+        body = own.body_of(self.net)
         if self._encodes:
             for conflict in constant_norm(config, self.net, self.processes.data):
                 raise ConfigError(conflict)
         self._axis: DeviceMesh | None = None
-        self.activity = ActivityMonitor(self.net.net, config.capacity)
-        self._rates = RateMonitor(self.net.net) if config.rate_penalty else None
+        self.activity = ActivityMonitor(body, config.capacity)
+        self._rates = RateMonitor(body) if config.rate_penalty else None
         if self._rates is not None and self._rates.num_layers == 0:
             raise ConfigError(
                 f"rate_penalty is given, but {config.model} has no neurons of spikefuse: remove it"
@@ -90,8 +91,11 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
         self._loaded_rate: float | None = None  # the setting of the checkpoint
         self._sets_rate = True  # at the next step
 
-    def make_network(self) -> Temporal:
+    def make_network(self) -> torch.nn.Module:
         """Build the network, whose outputs are `[T, B, classes]`, or `[T, B, K]` for K values.
+
+        It is a `Temporal`, or another module around some, which for `config.tbptt` takes `state`
+        and `return_state` as `Temporal` does.
 
         Checkpoints of a subclass that overrides this are loaded by Lightning's
         `load_from_checkpoint(path, config=config)`, not by `spikefuse.load`, which knows the model
@@ -489,11 +493,3 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
         if self.processes.main:  # totals are summed over processes: the others start from zero
             tally = checkpoint[KEY]["tally"]
             self.totals = Totals(self.task, tally["totals"], tally["count"])
-
-
-def best_epoch(history: list[EpochMetrics]) -> EpochMetrics:
-    """Return the first epoch with the highest validation accuracy and, among those, lowest loss.
-
-    Of values, it is the one with the lowest loss.
-    """
-    return max(history, key=lambda row: (row.get("val_accuracy", 0.0), -row["val_loss"]))

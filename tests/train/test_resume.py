@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from spikefuse.train import callbacks, predict
+from spikefuse.train.checkpoint import best_epoch
 from spikefuse.train.cli import main
 from spikefuse.train.signals import SignalHandler
-from spikefuse.train.training_module import TrainingModule, best_epoch
+from spikefuse.train.training_module import TrainingModule
 from tests.train.runs import assert_same_run, read_checkpoint
 
 Spikefuse = Callable[..., int]

@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
 
+import spikefuse as sf
 from spikefuse import train
 from spikefuse.data import DATASETS, Dataset, Frames
 from spikefuse.data.frames import pack
@@ -406,6 +407,50 @@ def test_inputs_of_an_encoding_of_the_users_own() -> None:
     fit, config = trainer(), dataclasses.replace(CONFIG, shift=0)
     fit.fit(Pairs(config), loader, loader)
     assert fit.state.finished
+
+
+class Around(torch.nn.Module):
+    """Two networks over time, of which the second one reads the steps in reverse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = torch.nn.Flatten(), torch.nn.Linear(64, 32), sf.LIF(threshold=0.1)
+        self.net = sf.Temporal(torch.nn.Sequential(*first))
+        second = sf.PLIF(threshold=0.1), torch.nn.Linear(32, 10)
+        self.last = sf.Temporal(torch.nn.Sequential(*second))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.net(x).flip(0))
+
+
+def test_a_network_around_temporals() -> None:
+    class Own(TrainingModule):
+        def make_network(self) -> torch.nn.Module:
+            return Around()
+
+    config = CONFIG.replaced(rate_penalty=1.0, num_steps=4)
+    module = Own(config)
+    images = torch.randint(256, (5, 1, 8, 8), dtype=torch.uint8)
+    with sf.record(module.net) as record:
+        module.net(module.encode(images))
+    assert len(record.rates) == 2
+    module.net(module.encode(images))
+    assert module._penalty().item() == pytest.approx(sum(record.rates.values()) / 2)
+    loader = DataLoader(TensorDataset(images.repeat(8, 1, 1, 1), torch.arange(40) % 5), 40)
+    trainer().fit(module, loader, loader)
+    loss = [row["train_loss"] for row in module.history]
+    assert loss[1] < loss[0]
+
+
+@pytest.mark.parametrize("made", [torch.nn.Linear(64, 10), None])
+def test_a_forgotten_temporal_is_named(made: Any) -> None:
+    class Own(TrainingModule):
+        def make_network(self) -> Any:
+            return made
+
+    message = f"of type {type(made).__name__}: expected a Temporal, or a module around some; wrap"
+    with pytest.raises(ConfigError, match=message):
+        Own(CONFIG)
 
 
 def test_a_data_loader_shuffles_each_epoch_anew() -> None:
