@@ -32,6 +32,8 @@ TASKS = {
     "regression": ("mse", "mae", "huber"),
     "sequence": ("mse", "mae", "huber", "cross-entropy"),
 }
+# The sum of class probabilities, which may be in half precision, differs from 1 by at most this.
+SUM_TOLERANCE = 0.01
 # Variances of targets below this share of their mean square are rounding.
 LEAST_VARIANCE = 1e-12
 
@@ -95,6 +97,32 @@ class Task:
                 f"the labels of the task {self.name} are {targets.dtype} "
                 f"{list(targets.shape)}: expected [{', '.join(map(str, expected))}], {what}"
             )
+
+    def check_values(self, targets: Tensor) -> None:
+        """Raise a ConfigError for targets that are neither classes nor class probabilities, where
+        the task is one of classes; synchronizes with the device.
+
+        Args:
+            targets: that `check` takes.
+        """
+        if self.are_classes(targets):
+            counted = targets.long()[targets.long() != IGNORED]
+            low, high = counted.aminmax() if len(counted) else (0, 0)
+            if low < 0 or high >= self.outputs:
+                raise ConfigError(
+                    f"the labels of the task {self.name} are from {int(low)} to {int(high)}: "
+                    f"expected 0 to {self.outputs - 1}, for {self.outputs} outputs, or {IGNORED} "
+                    "for what does not count"
+                )
+        elif self.of_classes:
+            sums = targets.float().sum(-1)
+            if not (((sums - 1).abs() <= SUM_TOLERANCE) & (targets >= 0).all(-1)).all():
+                raise ConfigError(
+                    f"the labels of the task {self.name}, {targets.dtype} {list(targets.shape)}, "
+                    f"have sums from {sums.min():g} to {sums.max():g} and values from "
+                    f"{targets.min():g}: expected class probabilities, which are at least 0 and "
+                    "have the sum 1; or override `loss`"
+                )
 
     def predict(self, outputs: Tensor) -> Tensor:
         """Return predictions, float32: for each step, the mean over time, or the last step."""

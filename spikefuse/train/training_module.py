@@ -254,7 +254,7 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         reseed(self.config.seed, Purpose.STEP, self.global_step)
         inputs, labels = batch
-        self._check_batch(inputs, labels)
+        self._check_batch(inputs, labels, batch_idx)
         optimizer = self.optimizers(use_pl_optimizer=True)
         if not self._schedulers():
             self._set_learning_rate()
@@ -313,11 +313,13 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
                 "divides by 255; or override `encode`"
             )
 
-    def _check_batch(self, inputs: Tensor, labels: Tensor) -> None:
+    def _check_batch(self, inputs: Tensor, labels: Tensor, batch_idx: int) -> None:
         self._check_inputs(inputs)
-        ours = TrainingModule.loss, TrainingModule.augment
-        if (type(self).loss, type(self).augment) == ours:  # others may take labels of other shapes
+        readers = "loss", "augment", "gradients"  # others may take labels of other shapes
+        if all(getattr(type(self), name) is getattr(TrainingModule, name) for name in readers):
             self.task.check(labels)
+            if batch_idx == 0 or labels.device.type == "cpu":  # others would wait for a GPU
+                self.task.check_values(labels)
 
     def _set_learning_rate(self) -> None:
         """Set the rate of the schedule where it changes, so that a user may change a constant."""
@@ -461,7 +463,7 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to `eval_totals`."""
         inputs, labels = batch
-        self._check_batch(inputs, labels)
+        self._check_batch(inputs, labels, batch_idx)
         share = self.processes.share(len(labels))
         labels = labels[share]
         if len(labels) == 0:  # the last batch may have fewer samples than there are processes

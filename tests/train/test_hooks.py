@@ -165,7 +165,7 @@ def test_the_rate_of_a_checkpoint_is_that_of_its_settings(lr: float, tmp_path: P
     assert {*second.rates} == {0.03125 if lr == 0.125 else 0.5}
 
 
-@pytest.mark.parametrize("name", ["loss", "augment"])
+@pytest.mark.parametrize("name", ["loss", "augment", "gradients"])
 def test_labels_of_a_subclass_may_have_any_shape(name: str) -> None:
     class Squeezed(TrainingModule):
         pass
@@ -176,9 +176,13 @@ def test_labels_of_a_subclass_may_have_any_shape(name: str) -> None:
     def augment(self: Any, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return inputs, labels.flatten()
 
-    setattr(Squeezed, name, {"loss": loss, "augment": augment}[name])
+    def gradients(self: Any, inputs: Tensor, labels: Tensor) -> Any:
+        return TrainingModule.gradients(self, inputs, labels.flatten())
+
+    setattr(Squeezed, name, {"loss": loss, "augment": augment, "gradients": gradients}[name])
     module = Squeezed(CONFIG)
-    module._check_batch(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.zeros(4, 1).long())
+    batch = torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.zeros(4, 1).long()
+    module._check_batch(*batch, batch_idx=0)
 
 
 class Endless(IterableDataset):

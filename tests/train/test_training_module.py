@@ -395,6 +395,45 @@ def test_a_loader_of_scaled_images_is_refused() -> None:
     trainer().fit(module, loader, loader)
 
 
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (torch.arange(64) % 10 + 1, "are from 1 to 10: expected 0 to 9, for 10 outputs"),
+        ((torch.arange(64) % 10 - 1).int(), "are from -1 to 8: expected 0 to 9"),
+        (
+            torch.ones(64, 10),
+            r"float32 \[32, 10\], have sums from 10 to 10 .*: expected class",
+        ),
+        (torch.eye(10)[:7].repeat(8, 1) * 2 - 0.1, "sums from 1 to 1 and values from -0.1"),
+    ],
+)
+def test_a_loader_of_other_classes_is_refused(labels: torch.Tensor, message: str) -> None:
+    images = torch.randint(256, (len(labels), 1, 8, 8), dtype=torch.uint8)
+    good = TensorDataset(images[:32], torch.arange(32) % 10)
+    bad = DataLoader(torch.utils.data.ConcatDataset([good, TensorDataset(images, labels)]), 32)
+    module = TrainingModule(CONFIG)
+    with pytest.raises(ConfigError, match=message):
+        trainer().fit(module, bad, DataLoader(good, 32))
+    with pytest.raises(ConfigError, match=message):
+        trainer().validate(module, bad, verbose=False)
+
+
+def test_labels_that_a_loader_may_have() -> None:
+    images = torch.randint(256, (64, 1, 8, 8), dtype=torch.uint8)
+    classes = torch.arange(64) % 10
+    ignored, mixed = classes.where(classes > 2, -100), torch.rand(64, 10).softmax(1)
+    for labels in (ignored, ignored.new_full((64,), -100), classes.byte(), mixed, mixed.half()):
+        loader = DataLoader(TensorDataset(images, labels), 32)
+        trainer().validate(TrainingModule(CONFIG), loader, verbose=False)
+
+    class Own(TrainingModule):
+        def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.binary_cross_entropy_with_logits(outputs.mean(0), labels)
+
+    loader = DataLoader(TensorDataset(images, torch.ones(64, 10)), 32)
+    trainer().fit(Own(CONFIG), loader, loader)
+
+
 def test_inputs_of_an_encoding_of_the_users_own() -> None:
     """They may be of any type, such as pairs of images."""
 
