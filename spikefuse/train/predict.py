@@ -196,8 +196,10 @@ def read_examples(
                             f"{list(expected)}: is it of another sensor?"
                         )
                     yield name, torch.from_numpy(example)
-            except (DataError, OSError) as error:
+            except DataError as error:
                 report(str(error))
+            except Exception as error:  # of a user's own reader
+                report(f"{path}: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def predict(

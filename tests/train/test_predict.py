@@ -227,6 +227,29 @@ def test_files_that_cannot_be_read_are_reported(
     assert empty.startswith("spikefuse predict: error: empty has no file that ends in .bmp, ")
 
 
+def test_errors_of_a_users_own_reader_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read(path: Path, num_steps: int) -> Any:
+        yield np.loadtxt(path, dtype=np.float32, ndmin=2)
+
+    transform = {"num_steps": 2}
+    own = Dataset((1,), ("a", "b"), pytest.fail, "series", transform, files=(".txt", read))
+    monkeypatch.setitem(DATASETS, "own", own)
+    path = save(tmp_path / "a.ckpt", dataset="own", model="mlp", num_steps=2)
+    for name, text in (("bad", "0\nhello"), ("good", "0\n1"), ("short", "0")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    (tmp_path / "link.txt").symlink_to("nowhere")
+    files = [str(tmp_path / f"{name}.txt") for name in ("bad", "link", "short", "good")]
+    assert main(["predict", str(path), *files]) == 1
+    output, errors = capsys.readouterr()
+    assert len(output.splitlines()) == 1 + 1
+    bad, link, short = errors.splitlines()
+    assert bad.startswith(f"spikefuse predict: error: {files[0]}: ValueError: could not convert")
+    assert link.startswith(f"spikefuse predict: error: {files[1]}: FileNotFoundError: ")
+    assert short.startswith(f"spikefuse predict: error: {files[2]} holds float32 [1, 1]: expected")
+
+
 def test_several_examples_in_a_file_are_numbered(tmp_path: Path) -> None:
     (tmp_path / "a.h5").write_bytes(speech())
     net = sf.load(save(tmp_path / "a.ckpt", dataset="shd", model="mlp", num_steps=5))
