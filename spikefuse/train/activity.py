@@ -47,7 +47,7 @@ class RateMonitor:
 
     def _observe(self, name: str, neuron: nn.Module) -> Any:
         def hook(module: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> None:
-            spikes = _spikes(output, options.get("outputs"))
+            spikes = _spikes(output, **options)
             if spikes is not None and _is_training(module):
                 if isinstance(neuron, RateIF):  # whose spikes have the height of the threshold
                     height = torch.as_tensor(neuron.values()["threshold"]).detach()
@@ -159,11 +159,15 @@ class ActivityMonitor:
         return total
 
 
-def _spikes(output: Any, names: tuple[str, ...] | None) -> Tensor | None:
-    """Return the spikes in the output of a layer, called with these names of `outputs`, if any."""
-    if not names:
+def _spikes(
+    output: Any, outputs: tuple[str, ...] = (), return_state: bool = False, **options: Any
+) -> Tensor | None:
+    """Return the spikes in the output of a layer that was called with these options, if any."""
+    if return_state:
+        output = output[0]
+    if not outputs:
         return output[0] if isinstance(output, tuple) else output
-    named = dict(zip(names, output, strict=True))
+    named = dict(zip(outputs, output, strict=True))
     return named.get("spikes", named.get(FIRST_OUTPUT))
 
 

@@ -291,6 +291,16 @@ def test_calls_without_spikes_have_no_rate() -> None:
     assert rates.penalty() is None
 
 
+def test_the_rate_of_a_call_with_outputs_and_states() -> None:
+    neuron = sf.LIF(threshold=0.6)
+    rates = RateMonitor(nn.Sequential(neuron))
+    x = torch.randn(5, 3, 4, requires_grad=True)
+    (_, spikes), _ = neuron(x, outputs=("v", "spikes"), return_state=True)
+    penalty = rates.penalty()
+    assert penalty is not None
+    assert penalty.item() == pytest.approx(spikes.mean().item())
+
+
 def test_neurons_that_never_fire_have_no_rate() -> None:
     integrators = sf.LI(), sf.ShortTermPlasticity(), sf.Recurrent(sf.LI(), 4)
     assert RateMonitor(nn.Sequential(*integrators)).num_layers == 0
