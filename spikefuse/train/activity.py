@@ -102,7 +102,7 @@ class ActivityMonitor:
         def hook(layer: Any, inputs: Any, output: Any) -> None:
             if layer.neuron is not None:
                 self.last.setdefault(name, []).append(output)
-            if layer.activity is not None:
+            if layer.activity is not None and layer.capacity is not None:
                 self.inputs.append(layer.activity)
 
         return hook
@@ -126,7 +126,8 @@ class ActivityMonitor:
     def row(
         self, processes: Processes | None = None, device: torch.device | None = None
     ) -> dict[str, float]:
-        """Return each layer's activity and the fraction of dropped spikes since `restart`.
+        """Return each layer's activity since `restart`, and the fraction of the spikes that layers
+        with a capacity have dropped.
 
         Args:
             processes: sum over these processes, all of which must call this; None for one only.
@@ -141,22 +142,33 @@ class ActivityMonitor:
         pairs = zip(self._shares, counts.tolist(), strict=True)
         return {name: part / max(whole, 1) for name, (part, whole) in pairs}
 
-    def penalty(self) -> Tensor | None:
+    def penalty(self, processes: Processes | None = None) -> Tensor | None:
         """Compute $\\sum_l \\max(0, r_l / c - 1/2)^2$ for the most recent call.
 
         $r_l$ is the activity of layer $l$ and $c$ the capacity; without one the result is None.
         The target is half the capacity, because the capacity limits every step of every sample.
+
+        Args:
+            processes: the activity is that of these, all of which must call this, and gradients are
+                to be averaged over them; None for one only.
         """
         if self.capacity is None:
             return None
-        total = None
+        spikes, sites = [], []
         for calls in self.last.values():
             values = [events.values.sum() for events in calls if events.values is not None]
             if values:
-                rate = torch.stack(values).sum() / max(sum(map(_sites, calls)), 1)
-                term = torch.relu(rate / self.capacity - 0.5).square()
-                total = term if total is None else total + term
-        return total
+                spikes.append(torch.stack(values).sum())
+                sites.append(max(sum(map(_sites, calls)), 1))
+        if not spikes:
+            return None
+        counts = torch.stack([torch.stack(spikes), spikes[0].new_tensor(sites)])
+        rates = counts[0] / counts[1]
+        if processes is not None:
+            spikes_of_all, sites_of_all = processes.sum(counts.detach())
+            # The value of all processes, with the gradient of this one.
+            rates = spikes_of_all / sites_of_all + (rates - rates.detach())
+        return torch.relu(rates / self.capacity - 0.5).square().sum()
 
 
 def _spikes(

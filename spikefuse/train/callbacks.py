@@ -75,7 +75,7 @@ class ProgressReporter(Callback):
             f"{row['images_per_second']:,.0f} img/s"
         )
         if row.get("dropped"):
-            show(f"  dropped {100 * row['dropped']:.2g} % of the gradients")
+            show(f"  dropped {100 * row['dropped']:.2g} % of the spikes")
         if row["data_wait"] > LONG_WAIT:
             show(f"  {100 * row['data_wait']:.0f} % of the time went into waiting for data")
 

@@ -346,7 +346,7 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
     def _penalty(self) -> Tensor | None:
         """Compute the penalty of the most recent call of the network: a model has one at most."""
         if self._rates is None:
-            penalty, weight = self.activity.penalty(), self.config.activity_weight
+            penalty, weight = self.activity.penalty(self.processes), self.config.activity_weight
         else:
             penalty, weight = self._rates.penalty(), self.config.rate_penalty
         return None if penalty is None or weight is None else weight * penalty

@@ -63,7 +63,7 @@ def test_a_run(
     for line, row in zip(lines, rows, strict=True):
         dropped = float(row["dropped"])
         assert 0 <= dropped < 0.5
-        text = f"{line}\n  dropped {100 * dropped:.2g} % of the gradients\n"
+        text = f"{line}\n  dropped {100 * dropped:.2g} % of the spikes\n"
         assert (text in out) == (dropped > 0)
     assert any(float(row["dropped"]) > 0 for row in rows)
     assert json.loads((directory / "result.json").read_text())["test_accuracy"] > 0.6
@@ -134,6 +134,35 @@ def test_no_penalty_below_half_of_the_capacity() -> None:
     activity = ActivityMonitor(net.net, None)
     net(x)
     assert activity.penalty() is None
+
+
+def test_the_penalty_of_all_processes() -> None:
+    """The losses and gradients of two shares of a batch, weighted by their samples, are its own."""
+    torch.manual_seed(0)
+    net = config(capacity=0.02).make_network()
+    activity = ActivityMonitor(net.net, 0.02)
+    x = (torch.rand(6, 8, 700) < 0.2).float()
+    x[:, :3] *= (torch.rand(6, 3, 700) < 0.5).float()
+    sf.nn.scale_to_rate(net.net, x, 0.02)
+    weights = [layer.weight for layer in net.net[:3]]
+    counts: list[torch.Tensor] = []
+
+    def penalty_of(rows: slice, others: list[torch.Tensor]) -> torch.Tensor:
+        net(Events.from_dense(x[:, rows]))
+        return activity.penalty(SimpleNamespace(sum=lambda c: counts.append(c) or sum(others, c)))
+
+    whole = penalty_of(slice(0, 8), [])
+    expected = torch.autograd.grad(whole, weights)
+    shares = slice(0, 3), slice(3, 8)
+    counts.clear()
+    one, two = (penalty_of(rows, []).item() for rows in shares)
+    assert abs(one - two) > 0.2 * whole.item() > 0
+    found = []
+    for rows, other, share in zip(shares, counts[:2][::-1], (3 / 8, 5 / 8), strict=True):
+        penalty = penalty_of(rows, [other])
+        assert penalty.item() == pytest.approx(whole.item())
+        found.append([share * g for g in torch.autograd.grad(penalty, weights)])
+    torch.testing.assert_close([sum(g) for g in zip(*found, strict=True)], [*expected])
 
 
 class Two:
