@@ -14,7 +14,7 @@ import numpy as np
 
 from spikefuse.data.aedat import read_aedat2, read_aedat3
 from spikefuse.data.event_columns import columns
-from spikefuse.data.evt21 import is_evt21, read_evt21
+from spikefuse.data.evt import HEADER_BYTES, is_evt, read_evt
 from spikefuse.data.files import (
     DataError,
     check_regular,
@@ -33,6 +33,8 @@ Sensor = tuple[int, int]
 FAERY = (".aedat4", ".raw", ".dat", ".es")
 EVENT = np.dtype([("t", "<u8"), ("x", "<u2"), ("y", "<u2"), ("p", "?")])
 DVS128 = (128, 128)
+# Of what a DAT file may hold in place of events of type 12, by its type.
+DAT_OTHERS = {0: "events of the older type Event2D", 14: "triggers"}
 
 
 def read_events(path: Path, sensor: str | None = None, size: int | None = None) -> Recording:
@@ -138,13 +140,26 @@ def _decode(path: Path, sensor: Sensor | None) -> tuple[Columns, Sensor | None]:
         if version != b"4.0":
             return (read_aedat2(path), DVS128) if version == b"2.0" else (read_aedat3(path), sensor)
         ending = ".aedat4"
-    if ending == ".raw" and is_evt21(path):
-        columns, found = read_evt21(path)
+    if ending == ".raw" and is_evt(path):
+        columns, found = read_evt(path)
         return columns, sensor or found
+    if ending == ".dat":
+        _check_dat(path)
     if ending in FAERY:
         columns, found = _decode_by_faery(path)
         return columns, sensor or found
     return OTHERS[ending](path), sensor
+
+
+def _check_dat(path: Path) -> None:
+    with opened(path) as file:
+        content = file.read(HEADER_BYTES)
+    kind = re.sub(rb"\A(%.*\n)*", b"", content)[:1]
+    if kind and kind[0] in DAT_OTHERS:
+        raise DataError(
+            f"{path} holds {DAT_OTHERS[kind[0]]}: expected events of changes in brightness "
+            "(EventCD); export these from the recording by the camera's software, or remove it"
+        )
 
 
 def _decode_by_faery(path: Path) -> tuple[Columns, Sensor | None]:

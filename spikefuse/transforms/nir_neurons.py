@@ -60,18 +60,21 @@ def per_neuron(name: str, value: float | Tensor, shape: list[int]) -> np.ndarray
     """Return a value per neuron, given a parameter of any shape that a neuron takes."""
     if not isinstance(value, Tensor):
         return np.full(shape, value, np.float64)
-    if is_per_step(value, shape):
-        raise Refusal(
-            f"its {name} has shape {list(value.shape)}, a value per step, and values in NIR are "
-            f"constant over time: use one value, one per channel, or one per neuron, {shape}"
-        )
+    if has_time(value, shape):
+        if len(value) > 1:
+            raise Refusal(
+                f"its {name} has shape {list(value.shape)}, a value per step, and values in NIR are "
+                f"constant over time: use one value, one per channel, or one per neuron, {shape}"
+            )
+        value = value[0, 0]
     is_one = value.numel() == 1
     view = value.reshape(()) if is_one else channel_view(name, value, torch.Size([1, *shape]))
     return np.broadcast_to(view.detach().double().cpu().numpy(), shape).copy()
 
 
-def is_per_step(value: float | Tensor, shape: Sequence[int]) -> bool:
-    """Whether a parameter has the dims of an input `[T, B, ...]` with steps of `shape`."""
+def has_time(value: float | Tensor, shape: Sequence[int]) -> bool:
+    """Whether a parameter has the dims of an input `[T, B, ...]` with steps of `shape`. It then has
+    a value per step, or dim 0 is 1."""
     return isinstance(value, Tensor) and value.ndim == len(shape) + 2
 
 

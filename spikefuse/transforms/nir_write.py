@@ -28,7 +28,7 @@ from spikefuse.nn.temporal import Temporal
 from spikefuse.transforms.converters.common import Refusal
 from spikefuse.transforms.copies import copied
 from spikefuse.transforms.nir_layers import Scale, Threshold, check_dt, package
-from spikefuse.transforms.nir_neurons import fired_above, is_per_step, neuron_node, per_neuron
+from spikefuse.transforms.nir_neurons import fired_above, has_time, neuron_node, per_neuron
 
 Layer = Neuron | Recurrent | Feedback
 Sources = tuple[str, ...]  # the nodes whose outputs are added
@@ -144,8 +144,8 @@ class _Shapes(fx.Interpreter):
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module = self.fetch_attr(target)
         values = module.values().values() if isinstance(module, Neuron) else ()
-        if any(is_per_step(value, args[0].shape[1:]) for value in values):
-            return args[0]  # it does not fit one step, and the writer refuses it
+        if any(has_time(value, args[0].shape[1:]) for value in values):
+            return args[0]  # it does not fit one step
         return super().call_module(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:

@@ -81,6 +81,14 @@ def test_versions_of_evt(tmp_path: Path, version: str) -> None:
     assert len(read_events(tmp_path / "a.raw")) == 200
 
 
+@pytest.mark.parametrize(("kind", "what"), [(0, "events of the older type Event2D"), (14, "trig")])
+def test_dat_of_other_types_is_not_damaged(tmp_path: Path, kind: int, what: str) -> None:
+    header = b"% Version 2\n% Height 30\n% Width 40\n"
+    (tmp_path / "a.dat").write_bytes(header + bytes([kind, 8, *[0] * 8]))
+    with pytest.raises(data.DataError, match=rf"a\.dat holds {what}.*: expected .*\(EventCD\)"):
+        read_events(tmp_path / "a.dat")
+
+
 def test_aedat2_is_of_a_dvs128(tmp_path: Path) -> None:
     (tmp_path / "a.aedat").write_bytes(aedat2_bytes(np.array([5 << 8 | 3 << 1 | 1]), np.array([9])))
     recording = read_events(tmp_path / "a.aedat")

@@ -71,6 +71,8 @@ SHAPES = [
     *(((4, 4), shape) for shape in ((1, 4), (4,), (4, 1))),
     *(((3, 5), shape) for shape in ((1, 5), (3, 5))),
     *(((6,), shape) for shape in ((6,), (1,))),
+    # With dims of time and of the batch, over which they are constant.
+    *(((3, 5), (1, 1, 1, 5)), ((4, 4), (1, 1, 4, 1)), ((6,), (1, 1, 6))),
 ]
 
 
@@ -118,14 +120,14 @@ def test_a_value_per_neuron_with_feedback() -> None:
 def test_values_per_step_are_refused() -> None:
     """By the names of all neurons that have some, whatever the length of the sample."""
     per_step = torch.rand(6, 1, 1) + 0.2
-    layers = sf.LIF(0.9, per_step), nn.Linear(4, 4), sf.LI(per_step[:1] / 2), sf.LIF(reset="soft")
+    layers = sf.LIF(0.9, per_step), nn.Linear(4, 4), sf.LI(per_step / 2), sf.LIF(reset="soft")
     for x in (torch.rand(6, 2, 4), torch.rand(1, 2, 4)):
         with pytest.raises(ValueError, match="has no equivalent in NIR") as error:
             sf.to_nir(nn.Sequential(*layers), x, dt=DT)
         lines = str(error.value).splitlines()[1:]
         assert "'0' (LIF): its threshold has shape [6, 1, 1], a value per step" in lines[0]
         assert "one per neuron, [4]" in lines[0]
-        assert "'2' (LI): its decay has shape [1, 1, 1], a value per step" in lines[1]
+        assert "'2' (LI): its decay has shape [6, 1, 1], a value per step" in lines[1]
         assert "'3' (LIF): its reset is soft" in lines[2]
 
 
