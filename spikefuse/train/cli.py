@@ -223,8 +223,17 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _beside(path: Path, arguments: argparse.Namespace, name: str) -> Path:
-    """Return where to write a file; checkpoints that come with spikefuse are in its own folder."""
-    return arguments.out or (path.parent if arguments.checkpoint.exists() else Path()) / name
+    """Return where to write a file; checkpoints that come with spikefuse are in its own folder.
+
+    Raises:
+        ConfigError: it is a folder, or in none.
+    """
+    out = arguments.out or (path.parent if arguments.checkpoint.exists() else Path()) / name
+    if out.is_dir():
+        raise ConfigError(f"--out is {out}, which is a folder: add the name of a file to it")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out is {out}, but there is no folder {out.parent}: make it")
+    return out
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -139,7 +139,7 @@ def _event_model_conflicts(config: TrainConfig) -> Iterator[str]:
 
 def _activation_conflicts(config: TrainConfig) -> Iterator[str]:
     why = f"the neuron {config.neuron} does not spike"
-    yield from _given(config, why, "encoding", "rate_penalty")
+    yield from _given(config, why, "encoding", "rate_penalty", "tbptt")
     if config.data.kind != "images":
         yield f"dataset is {config.dataset}, but {why}: choose images, constant in time"
     if config.num_steps != 1 and not config.converted:

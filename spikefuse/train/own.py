@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from spikefuse.data import DATASETS, DataError, Dataset
 from spikefuse.models import MODELS
@@ -213,12 +214,19 @@ def check_examples(config: Any, parts: Any) -> None:
 
 
 def check_network(name: str, net: Any) -> None:
-    """Check that a builder has returned a module for one time step."""
+    """Check that a builder has returned a module for one time step, with values."""
     if not isinstance(net, nn.Module) or isinstance(net, Temporal):
         raise ConfigError(
             f"the builder {name} has returned {_kind(net)}: expected a torch.nn.Module for one "
             "time step, which the trainer wraps in Temporal"
         )
+    for part, module in net.named_modules():
+        if any(is_lazy(x) for x in (*module.parameters(False), *module.buffers(False))):
+            raise ConfigError(
+                f"the builder {name} has returned a network whose {part or 'layer'} is "
+                f"{type(module).__name__}, without weights before its first call: give the sizes "
+                "of its input, which follow from the arguments in_channels and size"
+            )
 
 
 def body_of(net: Any) -> nn.Module:

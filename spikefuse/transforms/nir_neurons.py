@@ -63,8 +63,9 @@ def per_neuron(name: str, value: float | Tensor, shape: list[int]) -> np.ndarray
     if has_time(value, shape):
         if len(value) > 1:
             raise Refusal(
-                f"its {name} has shape {list(value.shape)}, a value per step, and values in NIR are "
-                f"constant over time: use one value, one per channel, or one per neuron, {shape}"
+                f"its {name} has shape {list(value.shape)}, a value per step, and values in NIR "
+                f"are constant over time: use one value, one per channel, or one per neuron, "
+                f"{shape}"
             )
         value = value[0, 0]
     is_one = value.numel() == 1

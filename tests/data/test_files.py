@@ -107,6 +107,14 @@ def test_replacing_is_atomic(tmp_path: Path) -> None:
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "new")]
 
 
+@pytest.mark.parametrize("name", ["folder", "missing/file"])
+def test_replacing_names_the_path_that_it_cannot_write(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / name
+    with pytest.raises(OSError, match=f"'{path}'$"), replacing(path) as temporary:
+        temporary.write_text("new")
+
+
 def test_writers_of_one_file_do_not_share_a_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with replacing(path) as one:

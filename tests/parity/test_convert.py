@@ -149,8 +149,16 @@ def test_spikingjelly_parallel_neurons(name):
     (y * weights).sum().backward()
     (expected * weights).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad)
+    other = getattr(sj, name)(**order, **steps, **options).double()
+    converted.load_state_dict(other.state_dict())
+    assert {*converted.state_dict()} == {*made.state_dict()}
+    made.load_state_dict(converted.state_dict())
+    assert torch.equal(made.weight, other.weight)
+    assert_same_spikes(run_ours(converted, x), made(x))
     if name == "MaskedPSN":
         made.lambda_ = 0.5
+        with pytest.raises(RuntimeError, match=r"_lambda_ is 0\.5.*: expected 1\.0"):
+            converted.load_state_dict(made.state_dict())
         with pytest.raises(ValueError, match=r"its lambda_ is 0\.5, and a mask has no part"):
             sf.convert(made)
 

@@ -94,6 +94,7 @@ WRONG = [
     ({"cuda_graph": 1}, "cuda_graph is 1: expected true or false"),
     ({"clip": 0.0}, "clip is 0.0: expected a positive number"),
     ({"tbptt": 0}, "tbptt is 0: expected a whole number of at least 1"),
+    ({"tbptt": 1, "neuron": "relu"}, "tbptt is given, but the neuron relu does not spike: remove"),
     ({"tbptt": 9, "num_steps": 4}, "tbptt is 9: expected at most num_steps, 4"),
     ({"decay_all": True}, "decay_all is given, but weight_decay is 0: set it, or remove d"),
     ({"warmup": 20}, "warmup is 20: expected fewer than epochs, 20"),

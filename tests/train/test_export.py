@@ -102,3 +102,18 @@ def test_refusals(
     assert spikefuse("export", tmp_path, "--format", *options) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"]
+
+
+@pytest.mark.parametrize("command", [("export", "--format", "pt2"), ("convert",)])
+def test_where_no_file_can_be(
+    spikefuse: Spikefuse, tmp_path: Path, capsys: Captured, command: tuple[str, ...]
+) -> None:
+    save(tmp_path / "best.ckpt", model="mlp", num_steps=1, neuron="relu")
+    name, *options = command
+    for out, message in (
+        (tmp_path, f"--out is {tmp_path}, which is a folder: add the name of a file to it"),
+        (tmp_path / "a" / "b", f"is {tmp_path / 'a' / 'b'}, but there is no folder {tmp_path}/a:"),
+    ):
+        assert spikefuse(name, tmp_path, *options, "-o", out) == 2
+        assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"]

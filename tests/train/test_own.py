@@ -206,6 +206,10 @@ def test_errors_name_the_module_the_attribute_and_the_fix(
             ("my_code:unflattened", "my_code:shapes"),
             "the model my_code:unflattened has outputs [2, 27, 1, 6, 3]: expected [T, 27, 3], one",
         ),
+        (
+            ("my_code:lazy", "my_code:shapes"),
+            "my_code:lazy has returned a network whose 1 is LazyLinear, without weights before",
+        ),
         (("my_code:small", "my_code:one_part"), "has read an object of type Images: expected (tra"),
         (("my_code:small", "my_code:in_tuple"), "has read a tuple of 1 set: expected (training, t"),
         (("my_code:small", "my_code:pairs"), "has read an object of type tuple: expected (trai"),

@@ -378,6 +378,7 @@ def parallel(m: Any) -> tuple[nn.Module, str]:
         raise Refusal(f"its lambda_ is {float(m.lambda_):g}, and a mask has no part: set it to 1")
     made = PSN(m.T, order, surrogate_of(m.surrogate_function))
     made.weight, made.bias = m.weight, m.bias
+    rename(made, {}, {k: v.clone() for k, v in m.state_dict().items() if not hasattr(made, k)})
     return made, ""
 
 
@@ -387,7 +388,19 @@ def sliding(m: Any) -> tuple[Neuron, str]:
         for i, value in enumerate(m.weight.flip(0)):
             getattr(made, f"w{i}").copy_(value)
         made.bias.copy_(m.bias)
+    made.register_state_dict_post_hook(_join_weights)
+    made.register_load_state_dict_pre_hook(_split_weights)
     return made, "its weights are the parameters w0, w1, ... of the steps before"
+
+
+def _join_weights(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    names = [f"{prefix}w{i}" for i in reversed(range(getattr(module, "order")))]  # noqa: B009
+    state[f"{prefix}weight"] = torch.stack([state.pop(name) for name in names])
+
+
+def _split_weights(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    for i, value in enumerate(state.pop(f"{prefix}weight", torch.empty(0)).flip(0)):
+        state[f"{prefix}w{i}"] = value
 
 
 NEURONS = {

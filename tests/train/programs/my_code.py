@@ -20,6 +20,10 @@ def fixed(neuron, in_channels, num_classes, size):
     return small(sf.LIF, in_channels, num_classes, size)
 
 
+def lazy(neuron, in_channels, num_classes, size):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(16), neuron(), nn.Linear(16, num_classes))
+
+
 class Small(nn.Module):
     def __init__(self, neuron, in_channels, num_classes, size):
         super().__init__()
