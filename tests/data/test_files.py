@@ -111,7 +111,7 @@ def test_replacing_is_atomic(tmp_path: Path) -> None:
 def test_replacing_names_the_path_that_it_cannot_write(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     path = tmp_path / name
-    with pytest.raises(OSError, match=f"'{path}'$"), replacing(path) as temporary:
+    with pytest.raises(OSError, match=f"directory: '{path}'$"), replacing(path) as temporary:
         temporary.write_text("new")
 
 
