@@ -28,7 +28,7 @@ from spikefuse.data.sound import Sound
 
 CHECKSUM_BYTES = 4
 # Part of every key: increase it when the frames of the same recordings change.
-VERSION = 5
+VERSION = 6
 ENVIRONMENT = "SPIKEFUSE_CACHE_DIR"
 
 
