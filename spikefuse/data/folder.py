@@ -126,8 +126,8 @@ def image_folder(
             is not installed.
 
     Warns:
-        UserWarning: files in folders of classes have other endings, or a table leaves out files or
-            has a single file of most classes.
+        UserWarning: files in folders of classes have other endings, files are beside these, or a
+            table leaves out files or has a single file of most classes.
     """
     size = whole_number("size", size)
     if size < 1:

@@ -9,6 +9,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,8 +51,8 @@ def list_files(
             names no file of a part, or the parts differ in classes.
 
     Warns:
-        UserWarning: files in folders of classes have other endings, or a table leaves out files or
-            has a single file of most classes.
+        UserWarning: files in folders of classes have other endings, files are beside these, or a
+            table leaves out files or has a single file of most classes.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder: expected one with a folder per class")
@@ -87,8 +88,13 @@ def list_files(
     skipped = [path for part in parts for path in part.others]
     unnamed = [path for path in skipped if path.suffix.lower() in endings]
     unread = [path for path in skipped if path.suffix.lower() not in endings]
-    read = f"only those that end in {', '.join(sorted(endings))} are read"
-    for paths, why in ((unread, read), (unnamed, "the table of labels does not name them")):
+    loose = [path for path in unnamed if path.parent in places]
+    unnamed = [path for path in unnamed if path.parent not in places]
+    for paths, why in (
+        (unread, f"only those that end in {', '.join(sorted(endings))} are read"),
+        (unnamed, "the table of labels does not name them"),
+        (loose, "no folder of a class has them, and no table of labels names them"),
+    ):
         if paths:
             what = f"skipped {len(paths):,} of the files in {folder}, such as {paths[0]}"
             warnings.warn(f"{what}: {why}", stacklevel=3)
@@ -123,7 +129,10 @@ def _list(
             f"{folder} has no folder per class: move its files into folders named after their "
             "class, or list them in labels.csv, with the columns file and label"
         )
-    return classes, class_files(folder, classes, endings, "add one, or remove the folder")
+    files = class_files(folder, classes, endings, "add one, or remove the folder")
+    shown = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name[0] != ".")
+    beside = (path for path in shown if path.suffix.lower() in endings)
+    return classes, replace(files, others=(*files.others, *beside))
 
 
 def _check_classes(table: Path, counts: Counter[str]) -> None:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from spikefuse.nn import Events, parameter_groups
 from spikefuse.train import choices
+from spikefuse.train.checkpoint import EpochMetrics
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
 
@@ -306,3 +307,29 @@ def clip(optimizer: Optimizer, max_norm: float | None) -> None:
     if max_norm is not None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def check_finite(net: nn.Module, row: EpochMetrics) -> None:
+    """Stop a run that cannot recover: a loss, a parameter or a running statistic is infinite or
+    NaN.
+
+    Neurons whose potential is NaN never fire, so that the loss may be finite nevertheless.
+
+    Args:
+        row: the metrics of an epoch.
+
+    Raises:
+        FloatingPointError: with the names of both.
+    """
+    wrong = [f"{n} is {row[n]}" for n in ("train_loss", "val_loss") if not math.isfinite(row[n])]
+    # Other buffers may be masks, which are infinite.
+    buffers = {n: b for n, b in net.named_buffers() if ".running_" in n}
+    tensors = {**dict(net.named_parameters()), **buffers}
+    finite = torch.stack([x.detach().isfinite().all() for x in tensors.values()]).tolist()
+    wrong += [f"{n} is not finite" for n, ok in zip(tensors, finite, strict=True) if not ok][:1]
+    if wrong:
+        raise FloatingPointError(
+            f"after epoch {row['epoch']:.0f}, {' and '.join(wrong)}: lower the learning rate, clip "
+            "gradients (--clip), or check the examples for such values, for which neurons give no "
+            "spikes"
+        )

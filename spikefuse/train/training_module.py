@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from typing import Any
 
@@ -32,6 +31,15 @@ from spikefuse.transforms.graph_step import DDP_WARMUP, GraphStep, graph_step
 
 LOG_EVERY_STEPS = 10
 LIGHTNING_PRECISION = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
+
+
+class LearningRate(pl.Callback):
+    """Set the learning rate of a step before other callbacks read it, such as Lightning's
+    `LearningRateMonitor`: hooks of the module run after theirs."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if isinstance(module, TrainingModule):  # the trainer may fit others later
+            module.set_learning_rate()
 
 
 class TrainingModule(CompletesHooks, pl.LightningModule):
@@ -211,6 +219,9 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
         if not self._schedulers():  # before a checkpoint restores the current rates
             optimize.check_rate(self._optimizer(), self.config.lr)
             self._ratios = optimize.rate_ratios(self._optimizer())
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, LearningRate) for callback in callbacks):
+            callbacks.insert(0, LearningRate())
 
     @required
     def on_train_start(self) -> None:
@@ -256,8 +267,6 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
         inputs, labels = batch
         self._check_batch(inputs, labels, batch_idx)
         optimizer = self.optimizers(use_pl_optimizer=True)
-        if not self._schedulers():
-            self._set_learning_rate()
         if self.graph is None:
             loss, predictions, shown = self.gradients(inputs, labels)
             optimizer.step()  # type: ignore[union-attr]
@@ -321,8 +330,10 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
             if batch_idx == 0 or labels.device.type == "cpu":  # others would wait for a GPU
                 self.task.check_values(labels)
 
-    def _set_learning_rate(self) -> None:
+    def set_learning_rate(self) -> None:
         """Set the rate of the schedule where it changes, so that a user may change a constant."""
+        if self._schedulers():
+            return
         steps = optimize.steps_per_epoch(self.config, self.trainer.num_training_batches)
         step = self.global_step
         rate = learning_rate(self.config, step, steps)
@@ -418,33 +429,9 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
         row = {f"val_{name}": value for name, value in metrics.items()}
         if self.trainer.state.fn == "fit":
             row = {**self._row, **row}
-            self._check_finite(row)
+            optimize.check_finite(self.net, row)
             self.history.append(row)
         self.log_dict({name: row[name] for name in row if name not in ("epoch", "step")})
-
-    def _check_finite(self, row: EpochMetrics) -> None:
-        """Stop a run that cannot recover: a loss, a parameter or a running statistic is infinite
-        or NaN.
-
-        Neurons whose potential is NaN never fire, so that the loss may be finite nevertheless.
-
-        Raises:
-            FloatingPointError: with the names of both.
-        """
-        wrong = [
-            f"{n} is {row[n]}" for n in ("train_loss", "val_loss") if not math.isfinite(row[n])
-        ]
-        # Other buffers may be masks, which are infinite.
-        buffers = {n: b for n, b in self.net.named_buffers() if ".running_" in n}
-        tensors = {**dict(self.net.named_parameters()), **buffers}
-        finite = torch.stack([x.detach().isfinite().all() for x in tensors.values()]).tolist()
-        wrong += [f"{n} is not finite" for n, ok in zip(tensors, finite, strict=True) if not ok][:1]
-        if wrong:
-            raise FloatingPointError(
-                f"after epoch {row['epoch']:.0f}, {' and '.join(wrong)}: lower the learning rate, "
-                "clip gradients (--clip), or check the examples for such values, for which neurons "
-                "give no spikes"
-            )
 
     @required
     def on_test_epoch_start(self) -> None:
@@ -463,6 +450,13 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to `eval_totals`."""
         inputs, labels = batch
+        trainer = self.trainer
+        sizes = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"there are {len(sizes)} loaders, whose metrics would be those of all examples: "
+                "give one, and call trainer.validate or trainer.test for each of the others"
+            )
         self._check_batch(inputs, labels, batch_idx)
         share = self.processes.share(len(labels))
         labels = labels[share]

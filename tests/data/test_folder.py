@@ -142,6 +142,16 @@ def test_files_of_other_endings_are_said(tmp_path: Path) -> None:
     assert [warning.filename for warning in warned] == [__file__]
 
 
+def test_files_beside_the_folders_of_classes_are_said(tmp_path: Path) -> None:
+    write_photos(tmp_path, 5, ("",))
+    for name in ("0.png", "._1.png", "README.txt"):
+        (tmp_path / name).write_bytes((tmp_path / "cat" / "0.png").read_bytes())
+    what = r"skipped 1 of .*, such as .*/0\.png: no folder of a class has them, and no table of"
+    with pytest.warns(UserWarning, match=what):
+        parts = data.load(data.image_folder(tmp_path, size=8))
+    assert sum(len(part) for part in parts) == 3 * 5
+
+
 def test_a_split_stays_on_disk(tmp_path: Path) -> None:
     write(tmp_path)
     train, _ = data.load("imagenet", tmp_path, size=16)

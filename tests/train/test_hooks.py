@@ -236,6 +236,51 @@ def test_predictions_for_a_loader_with_labels() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+class Moved(pl.Callback):
+    """The rates that callbacks find before a step, and by how much a bias has moved in it."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.moves: list[float] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.before = [*module.parameters()][-1].detach().clone()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        bias = [*module.parameters()][-1].detach()
+        self.moves.append((bias - self.before).abs().max().item())
+
+
+def test_callbacks_read_the_rate_of_the_step() -> None:
+    """SignSGD, by Adam without averages, moves each weight by the rate."""
+    config = dataclasses.replace(CONFIG, optimizer="adam", schedule="cosine", warmup=1.0)
+
+    class Signs(TrainingModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), config.lr, betas=(0.0, 0.0), eps=1e-30)
+
+    moved = Moved()
+    trainer(3, callbacks=[moved]).fit(Signs(config), datamodule=DataModule(config))
+    assert len({*moved.rates}) > 15
+    assert moved.rates[0] < 0.02
+    assert moved.rates == pytest.approx(moved.moves, rel=1e-4)
+
+
+def test_several_loaders_to_evaluate() -> None:
+    class Several(TrainingModule):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            super().validation_step(batch, batch_idx)
+
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            super().test_step(batch, batch_idx)
+
+    loaders = [DataLoader(Endless(), 25)] * 2
+    for run in (trainer(3).validate, trainer(3).test):
+        with pytest.raises(ConfigError, match="there are 2 loaders, whose metrics would be those"):
+            run(Several(CONFIG), loaders)
+
+
 SEQUENCE = {"task": "sequence", "loss": "every"}
 
 

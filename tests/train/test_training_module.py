@@ -372,7 +372,8 @@ def test_callbacks_of_the_settings() -> None:
     fit.fit_loop.max_epochs = 9
     fit.fit(module, datamodule=DataModule(config))
     assert len(module.history) < 9  # the average of batch norm statistics may change some
-    assert [type(callback).__name__ for callback in fit.callbacks] == ["Patience", "MovingAverage"]
+    names = [type(callback).__name__ for callback in fit.callbacks]
+    assert names == ["LearningRate", "Patience", "MovingAverage"]
 
 
 def test_a_loader_of_scaled_images_is_refused() -> None:
