@@ -31,7 +31,8 @@ Y, X, BASE, VECTOR_12, VECTOR_8, TIME_LOW, TIME_HIGH = 0, 2, 3, 4, 5, 6, 8
 WIDTHS, MASKS = np.zeros(16, np.uint8), np.zeros(16, np.uint16)
 WIDTHS[[VECTOR_12, VECTOR_8]] = 12, 8
 MASKS[[VECTOR_12, VECTOR_8]] = 0xFFF, 0xFF
-TYPES_3 = (Y, X, BASE, VECTOR_12, VECTOR_8, TIME_LOW, TIME_HIGH, 7, 10, 14, 15)  # likewise, four
+# The last four are skipped.
+TYPES_3 = (Y, X, BASE, VECTOR_12, VECTOR_8, TIME_LOW, TIME_HIGH, 7, 10, 14, 15)
 
 
 def is_evt(path: Path) -> bool:
@@ -43,7 +44,7 @@ def is_evt(path: Path) -> bool:
 def read_evt(path: Path) -> tuple[Columns, tuple[int, int] | None]:
     """Read the events of a file, and columns and rows of the sensor if the header has them."""
     content, start, line = read_bytes(path), 0, b""
-    # A word may begin like "%".
+    # Lines of the header begin with "% ", and a first word may begin with "%".
     while content.startswith(b"% ", start) and line != b"% end":
         end = content.find(b"\n", start)
         if end < 0:

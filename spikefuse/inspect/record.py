@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Iterable, Iterator, KeysView, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -36,7 +36,7 @@ SPIKES, OUTPUT = "spikes", "output"
 Names = str | Iterable[str]
 
 
-class Record(Mapping[str, dict[str, Any]]):
+class Record:
     """What `record` has recorded: `record["net.2"]["v"]` is a tensor `[T, B, ...]`.
 
     The keys are the names of the recorded neurons and layers that were called, in the order of
@@ -79,14 +79,19 @@ class Record(Mapping[str, dict[str, Any]]):
     def __contains__(self, name: object) -> bool:
         return name in self.calls
 
-    def items(self) -> ItemsView[str, dict[str, Any]]:
-        """The name and the values of each call: several pairs for a name that was called several
-        times."""
-        return _Items(self)
+    def keys(self) -> KeysView[str]:
+        """Return the names."""
+        return self.calls.keys()
 
-    def values(self) -> ValuesView[dict[str, Any]]:
-        """The values of each call."""
-        return _Values(self)
+    def items(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the name and the values of each call: several pairs for a name that was called
+        several times."""
+        self._check()
+        return [(name, values) for name, calls in self.calls.items() for values in calls]
+
+    def values(self) -> list[dict[str, Any]]:
+        """Return the values of each call."""
+        return [values for _, values in self.items()]
 
     def of(self, state: str = SPIKES) -> dict[str, Tensor]:
         """Return one state of all neurons that have it, by the neuron's name.
@@ -135,29 +140,6 @@ class Record(Mapping[str, dict[str, Any]]):
                     f"the network changed the output of {name!r} in place after it was recorded "
                     "with its history: record with grad=False, which copies, or change a copy"
                 )
-
-
-class _Items(ItemsView[str, dict[str, Any]]):
-    _mapping: Record
-
-    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        self._mapping._check()
-        for name, calls in self._mapping.calls.items():
-            for values in calls:
-                yield name, values
-
-    def __len__(self) -> int:
-        return sum(map(len, self._mapping.calls.values()))
-
-
-class _Values(ValuesView[dict[str, Any]]):
-    _mapping: Record
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (values for _, values in self._mapping.items())
-
-    def __len__(self) -> int:
-        return len(self._mapping.items())
 
 
 @contextlib.contextmanager
@@ -230,7 +212,7 @@ class _RecordObserver(ModuleObserver):
         self.states = _names("states", states)
         kinds = Neuron | SpikingLayer
         known = {name: m for m, name in self.names.items() if isinstance(m, kinds)}
-        others = {name: m for m, name in self.names.items() if not isinstance(m, kinds)}
+        others = {name: m for m, name in self.names.items() if not isinstance(m, Neuron)}
         self._neurons: dict[Any, str] = {known[n]: n for n in _selected("neuron", neurons, known)}
         self.record._neurons = {name: neuron for neuron, name in self._neurons.items()}
         self._layers = {others[n]: n for n in _selected("layer", layers, others)}
@@ -323,17 +305,18 @@ class _RecordObserver(ModuleObserver):
     def leave(self, module: nn.Module, output: Any) -> None:
         if is_recomputed(or_by_ours=True):
             return
-        if isinstance(module, SpikingLayer) and module in self._neurons and SPIKES in self.states:
-            name = self._neurons[module]
-            self.record._add(name)[SPIKES] = self._value(name, unfolded(output))
+        is_spiking = isinstance(module, SpikingLayer) and module in self._neurons
+        values: dict[str, Any] = {}
+        if is_spiking and SPIKES in self.states:
+            values[SPIKES] = self._value(self._neurons[module], unfolded(output))
         if module in self._event_layers and isinstance(output, Events) and SPIKES in self.states:
             with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
                 self.record._add(self._event_layers[module])[SPIKES] = output.to_dense()
         if module in self._layers:
             name = self._layers[module]
-            self.record._add(name)[OUTPUT] = map_tensors(
-                lambda y: self._value(name, unfolded(y)), output
-            )
+            values[OUTPUT] = map_tensors(lambda y: self._value(name, unfolded(y)), output)
+        if values:
+            self.record._add(self.names[module]).update(values)
 
     def _value(self, name: str, y: Tensor, copy: bool = True) -> Tensor:
         if self.grad and y.requires_grad:

@@ -307,7 +307,9 @@ class UnknownOutput(ValueError):
         exposed: the names of the values that the step exposes.
     """
 
-    def __init__(self, message: str, labels: tuple[str, ...], exposed: tuple[str, ...]) -> None:
+    def __init__(
+        self, message: str, labels: tuple[str, ...] = (), exposed: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.labels, self.exposed = labels, exposed
 

@@ -12,11 +12,10 @@ from spikefuse.neurons import Neuron, RateIF
 from spikefuse.neurons.definition import FIRST_OUTPUT, SpikingLayer, channel_view
 from spikefuse.nn import Block, EventLinear, Events, Feedback, Recurrent
 from spikefuse.nn.neuron import fires
-from spikefuse.nn.virtual_steps import VirtualSteps
 from spikefuse.train.processes import Processes
 
 #: Layers that run their neuron without a call of it, and return its spikes.
-_AROUND = (Block, Recurrent, Feedback, VirtualSteps)
+LAYERS_WITH_A_NEURON = (Block, Recurrent, Feedback)
 
 
 class RateMonitor:
@@ -31,7 +30,7 @@ class RateMonitor:
         self.last: dict[str, list[Tensor]] = {}
         self.num_layers = 0
         for name, module in net.named_modules():
-            neuron = module.neuron if isinstance(module, _AROUND) else module
+            neuron = module.neuron if isinstance(module, LAYERS_WITH_A_NEURON) else module
             is_firing = isinstance(neuron, Neuron) and fires(neuron) is not False
             if is_firing or isinstance(module, SpikingLayer):
                 module.register_forward_hook(self._observe(name, neuron), with_kwargs=True)
@@ -47,7 +46,7 @@ class RateMonitor:
 
     def _observe(self, name: str, neuron: nn.Module) -> Any:
         def hook(module: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> None:
-            spikes = _spikes(output, **options)
+            spikes = _spikes_in(output, **options)
             if spikes is not None and _is_training(module):
                 if isinstance(neuron, RateIF):  # whose spikes have the height of the threshold
                     height = torch.as_tensor(neuron.values()["threshold"]).detach()
@@ -162,7 +161,9 @@ class ActivityMonitor:
                 sites.append(max(sum(map(_sites, calls)), 1))
         if not spikes:
             return None
-        counts = torch.stack([torch.stack(spikes), spikes[0].new_tensor(sites)])
+        # Filled on the device: a copy of a list would wait for it.
+        filled = [count.new_full((), n) for count, n in zip(spikes, sites, strict=True)]
+        counts = torch.stack([torch.stack(spikes), torch.stack(filled)])
         rates = counts[0] / counts[1]
         if processes is not None:
             spikes_of_all, sites_of_all = processes.sum(counts.detach())
@@ -171,7 +172,7 @@ class ActivityMonitor:
         return torch.relu(rates / self.capacity - 0.5).square().sum()
 
 
-def _spikes(
+def _spikes_in(
     output: Any, outputs: tuple[str, ...] = (), return_state: bool = False, **options: Any
 ) -> Tensor | None:
     """Return the spikes in the output of a layer that was called with these options, if any."""

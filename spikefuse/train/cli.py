@@ -230,9 +230,9 @@ def _beside(path: Path, arguments: argparse.Namespace, name: str) -> Path:
     """
     out = arguments.out or (path.parent if arguments.checkpoint.exists() else Path()) / name
     if out.is_dir():
-        raise ConfigError(f"--out is {out}, which is a folder: add the name of a file to it")
+        raise ConfigError(f"{out} is a folder: give --out the name of a file")
     if not out.parent.is_dir():
-        raise ConfigError(f"--out is {out}, but there is no folder {out.parent}: make it")
+        raise ConfigError(f"there is no folder {out.parent} for {out.name}: make it, or set --out")
     return out
 
 

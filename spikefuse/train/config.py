@@ -274,6 +274,8 @@ class TrainConfig:
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
         """Invert `to_dict`, without importing a user's module that `values` name.
 
+        Settings that earlier versions accepted without an effect are dropped.
+
         Raises:
             ConfigError: an entry is unknown or invalid, or names a model or dataset that this
                 process has not imported yet.
@@ -282,7 +284,12 @@ class TrainConfig:
         unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}: from another version of spikefuse")
-        return cls(**values)
+        without_effect: tuple[str, ...] = ()
+        if values.get("capacity") is None:
+            without_effect = ("overflow", "activity_weight")
+        if values.get("neuron") in choices.ACTIVATIONS:
+            without_effect += ("tbptt",)
+        return cls(**{name: v for name, v in values.items() if name not in without_effect})
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -66,17 +66,16 @@ def gradients(
     """
     num_steps, batch, task = x.shape[0], x.shape[1], config.make_task()
     all_labels, parts = (labels, 1) if whole is None else whole
-    is_whole = config.accumulate == 1 and (config.tbptt or num_steps) >= num_steps
-    may_ignore = task.are_classes(labels) and (task.per_step or parts > 1)
+    is_whole = parts == config.accumulate == 1 and (config.tbptt or num_steps) >= num_steps
+    may_ignore = task.are_classes(labels) and task.per_step
     total, predictions = torch.zeros((), device=x.device), []
     for indices in torch.arange(batch).tensor_split(min(config.accumulate, batch)):
         rows = slice(int(indices[0]), int(indices[-1]) + 1)
         outputs = []
         microbatch = x if isinstance(x, Events) else x[:, rows]
-        for steps, output in _chunks(net, microbatch, config):
+        for steps, has_loss, output in _chunks(net, microbatch, config):
             outputs.append(output.detach())
             part_of_time = (steps.stop - steps.start) / num_steps
-            has_loss = _has_loss(steps, num_steps, config)
             value = penalty()
             if value is not None:
                 value = value * (len(indices) * parts / len(all_labels) * part_of_time)
@@ -103,25 +102,20 @@ def gradients(
 
 def _chunks(
     net: Callable[..., Any], x: Tensor | Events, config: TrainConfig
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the steps and the output of each chunk of time steps."""
+) -> Iterator[tuple[slice, bool, Tensor]]:
+    """Yield the steps of each chunk, whether it has a loss, and its output."""
     num_steps = x.shape[0]
     if isinstance(x, Events) or config.tbptt is None or config.tbptt >= num_steps:
-        yield slice(0, num_steps), net(x)
+        yield slice(0, num_steps), True, net(x)
         return
     state: dict[str, Any] | None = None
     for start in range(0, num_steps, config.tbptt):
         steps = slice(start, min(start + config.tbptt, num_steps))
-        needs_grad = config.rate_penalty > 0 or _has_loss(steps, num_steps, config)
-        with torch.set_grad_enabled(needs_grad):
+        has_loss = config.loss != "last" or steps.stop == num_steps
+        with torch.set_grad_enabled(has_loss or config.rate_penalty > 0):
             output, state = net(x[steps], state=state, return_state=True)
         state = {name: tuple(s.detach() for s in states) for name, states in state.items()}
-        yield steps, output
-
-
-def _has_loss(steps: slice, num_steps: int, config: TrainConfig) -> bool:
-    """Whether the outputs of a chunk of time steps have a loss."""
-    return config.loss != "last" or steps.stop == num_steps
+        yield steps, has_loss, output
 
 
 def make_optimizer(config: TrainConfig, net: nn.Module, device: torch.device) -> Optimizer:

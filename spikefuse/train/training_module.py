@@ -356,11 +356,13 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
 
     def _penalty(self) -> Tensor | None:
         """Compute the penalty of the most recent call of the network: a model has one at most."""
-        if self._rates is None:
-            penalty, weight = self.activity.penalty(self.processes), self.config.activity_weight
-        else:
+        if self._rates is not None:
             penalty, weight = self._rates.penalty(), self.config.rate_penalty
-        return None if penalty is None or weight is None else weight * penalty
+        elif weight := self.config.activity_weight or 0.0:
+            penalty = self.activity.penalty(self.processes)
+        else:
+            return None
+        return None if penalty is None else weight * penalty
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         block = getattr(self.trainer.strategy, "block_backward_sync", None)
@@ -450,11 +452,9 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to `eval_totals`."""
         inputs, labels = batch
-        trainer = self.trainer
-        sizes = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
-        if len(sizes) > 1:
+        if batch_idx == 0 and self.eval_totals.count:
             raise ConfigError(
-                f"there are {len(sizes)} loaders, whose metrics would be those of all examples: "
+                "a second loader begins, and the metrics of each would be those of all examples: "
                 "give one, and call trainer.validate or trainer.test for each of the others"
             )
         self._check_batch(inputs, labels, batch_idx)

@@ -203,6 +203,27 @@ def test_earlier_versions_accepted_options_without_effect(tmp_path: Path) -> Non
     assert load(tmp_path / "old.ckpt").config == TrainConfig(num_steps=4)
 
 
+EVENTS = {"dataset": "shd", "model": "event-mlp"}
+
+
+@pytest.mark.parametrize(
+    ("used", "unused"),
+    [
+        (EVENTS, {"overflow": "raise", "activity_weight": 2.0}),
+        ({"neuron": "relu", "num_steps": 1}, {"tbptt": 1}),
+    ],
+)
+def test_options_that_later_versions_refuse(
+    tmp_path: Path, used: dict[str, Any], unused: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="remove it"):
+        TrainConfig(**used, **unused)
+    config = TrainConfig(**used).to_dict() | unused
+    content = {KEY: {"config": config, "history": []}, "state_dict": {}}
+    torch.save(content, tmp_path / "old.ckpt")
+    assert load(tmp_path / "old.ckpt").config == TrainConfig(**used)
+
+
 SIZE = b"\x8a\x05\0\0\0\0\1"  # 4 Gi
 BYTES = b"\x80\x02cbuiltins\nbytearray\n" + SIZE + b"\x85R."
 CLAIMS = {

@@ -111,8 +111,8 @@ def test_where_no_file_can_be(
     save(tmp_path / "best.ckpt", model="mlp", num_steps=1, neuron="relu")
     name, *options = command
     for out, message in (
-        (tmp_path, f"--out is {tmp_path}, which is a folder: add the name of a file to it"),
-        (tmp_path / "a" / "b", f"is {tmp_path / 'a' / 'b'}, but there is no folder {tmp_path}/a:"),
+        (tmp_path, f"{tmp_path} is a folder: give --out the name of a file"),
+        (tmp_path / "a" / "b", f"there is no folder {tmp_path}/a for b: make it, or set --out"),
     ):
         assert spikefuse(name, tmp_path, *options, "-o", out) == 2
         assert message in capsys.readouterr().err

@@ -277,8 +277,17 @@ def test_several_loaders_to_evaluate() -> None:
 
     loaders = [DataLoader(Endless(), 25)] * 2
     for run in (trainer(3).validate, trainer(3).test):
-        with pytest.raises(ConfigError, match="there are 2 loaders, whose metrics would be those"):
+        with pytest.raises(ConfigError, match="a second loader begins, and the metrics of each"):
             run(Several(CONFIG), loaders)
+
+    class First(TrainingModule):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            if dataloader_idx == 0:
+                super().validation_step(batch, batch_idx)
+
+    (expected,) = trainer(3).validate(First(CONFIG), loaders[0], verbose=False)
+    found, _ = trainer(3).validate(First(CONFIG), loaders, verbose=False)
+    assert [*found.values()] == [*expected.values()]
 
 
 SEQUENCE = {"task": "sequence", "loss": "every"}
