@@ -265,6 +265,7 @@ def test_memory_policies_and_fusion_give_the_same_gradients(device):
 
 
 def test_torch_compile(device):
+    torch.compiler.reset()  # whatever other tests have compiled
     net, x = network().to(device), torch.randn(6, 3, 10, device=device)
     wanted, y = gradients_of(net, x), net(x)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
