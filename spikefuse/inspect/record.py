@@ -53,6 +53,7 @@ class Record:
         self.calls: dict[str, list[dict[str, Any]]] = {}
         self.lengths: Tensor | None = None
         self._neurons: dict[str, nn.Module] = {}
+        self._calls_of_network = 0
         self._read: list[tuple[str, Tensor, int]] = []
 
     def __getitem__(self, name: str) -> dict[str, Any]:
@@ -106,12 +107,16 @@ class Record:
         """The share of neurons that fire in a step, by layer of neurons, over all calls, each of
         which counts by the number of its values. Of neurons with several outputs, the first counts.
         Layers whose outputs are not spikes, such as the potentials of `LI`, have none. Padding does
-        not count."""
+        not count: each call of the network reads sequences of `lengths`."""
         self._check()
         rates = {}
         for name, calls in self.calls.items():
             spikes = [s.detach() for s in first_outputs(calls)]
             if self.lengths is not None:
+                if all(len(s) == 1 for s in spikes):  # the steps of a loop, or of a stream
+                    number = max(len(spikes) // max(self._calls_of_network, 1), 1)
+                    starts = range(0, len(spikes), number)
+                    spikes = [torch.cat(spikes[start : start + number]) for start in starts]
                 spikes = [s[valid(s, self.lengths)] for s in spikes]
             if spikes and all(are_spikes(s, self._neurons[name]) for s in spikes):
                 rates[name] = firing_rate(*spikes)
@@ -299,6 +304,8 @@ class _RecordObserver(ModuleObserver):
         return self._labels[neuron]
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
+        if module is self.modules[""]:
+            self.record._calls_of_network += 1
         if isinstance(module, SpikingLayer) and module in self._neurons:
             self._warn_of_nan(module, self._neurons[module], Arguments(inputs))
 

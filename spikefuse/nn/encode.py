@@ -52,13 +52,13 @@ def poisson(x: Tensor, num_steps: int, generator: torch.Generator | None = None)
 
     Raises:
         TypeError, ValueError: `x` is not a floating-point tensor or has no batch dimension, or, on
-            a CPU, has values of 2 or more, which are no probabilities; `num_steps` < 1; the
+            a CPU, has NaN or values of 2 or more, which are no probabilities; `num_steps` < 1; the
             generator is on another device.
     """
     _check(x, num_steps)
     if not x.is_floating_point():
         raise TypeError(f"x is {x.dtype}: expected spike probabilities, such as pixels / 255")
-    if x.device.type == "cpu" and is_plain((x,)) and x.numel() and x.max() >= 2:
+    if x.device.type == "cpu" and is_plain((x,)) and x.numel() and not x.max() < 2:
         raise ValueError(f"x is up to {x.max():g}: expected probabilities, such as pixels / 255")
     if generator is not None and generator.device.type != x.device.type:
         raise ValueError(

@@ -313,13 +313,19 @@ class TrainingModule(CompletesHooks, pl.LightningModule):
         return getattr(self.encode, "__func__", None) is TrainingModule.encode
 
     def _check_inputs(self, inputs: Tensor) -> None:
-        """Raise ConfigError for images other than bytes, which `encode` divides by 255."""
-        if not self._encodes:
+        """Raise ConfigError for images other than bytes `[B, C, H, W]`, which `encode` divides by
+        255."""
+        if not self._encodes or self.config.data.kind != "images":
             return  # inputs may be of any type
-        if self.config.data.kind == "images" and inputs.dtype != torch.uint8:
+        if inputs.dtype != torch.uint8:
             raise ConfigError(
                 f"the images are {inputs.dtype}: expected bytes, torch.uint8, which `encode` "
                 "divides by 255; or override `encode`"
+            )
+        shape = [*inputs.shape]
+        if len(shape) != 4 or (shape[3] in (1, 3) and shape[1] not in (1, 3)):
+            raise ConfigError(
+                f"the images are {shape}: expected [B, C, H, W]; or override `encode`"
             )
 
     def _check_batch(self, inputs: Tensor, labels: Tensor, batch_idx: int) -> None:

@@ -527,6 +527,38 @@ def test_several_calls() -> None:
     assert all(map(operator.is_, record.values(), (call for _, call in calls)))
 
 
+class Feeding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lif, self.linear = sf.LIF(0.9, 0.5), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        return self.lif(x + self.linear(last))
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [6, 2, 3]])
+def test_rates_of_padded_sequences_in_a_loop(lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    net, inputs = sf.Temporal(sf.Loop(Feeding(), (4,))), torch.rand(2, 6, 3, 4)
+    with sf.record(net, lengths=torch.tensor(lengths)) as record:
+        outputs = [net(x) for x in inputs]
+    fired = sum(y[:n, b].sum().item() for y in outputs for b, n in enumerate(lengths))
+    (rate,) = record.rates.values()
+    assert rate == pytest.approx(fired / (2 * 4 * sum(lengths)))
+
+
+def test_rates_of_padded_sequences_in_a_stream() -> None:
+    torch.manual_seed(0)
+    net, lengths = make_net().eval(), torch.tensor([5, 2])
+    stream, x = sf.Stream(net), images()[:, :2]
+    with sf.record(net, lengths=lengths) as record:
+        for x_t in x:
+            stream(x_t)
+    with sf.record(net, lengths=lengths) as whole:
+        net(x)
+    assert record.rates == pytest.approx(whole.rates)
+
+
 def test_outputs_that_the_network_asks_for_remain() -> None:
     class Two(sf.Neuron):
         v = sf.State()

@@ -36,6 +36,8 @@ def test_poisson_rates() -> None:
 def test_pixels_are_no_probabilities() -> None:
     with pytest.raises(ValueError, match="x is up to 255: expected probabilities, such as pixels"):
         poisson(torch.tensor([[0.0, 255.0]]), 3)
+    with pytest.raises(ValueError, match="x is up to nan: expected probabilities"):
+        poisson(torch.tensor([[0.0, torch.nan]]), 3)
 
 
 def test_poisson_is_a_function_of_the_generator() -> None:

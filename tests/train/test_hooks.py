@@ -225,6 +225,14 @@ def test_images_other_than_bytes_are_refused(dtype: torch.dtype) -> None:
         trainer(3).fit(TrainingModule(CONFIG), loader, loader)
 
 
+@pytest.mark.parametrize("shape", [(8, 8, 1), (8, 8, 3), (64,), (8, 8)])
+def test_images_of_another_layout_are_refused(shape: tuple[int, ...]) -> None:
+    images = torch.zeros(25, *shape, dtype=torch.uint8)
+    loader = DataLoader([(images, torch.zeros(25).long())], None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"the images are \[25, .*: expected \[B, C, H, W\]"):
+        trainer(3).fit(TrainingModule(CONFIG), loader, loader)
+
+
 def test_predictions_for_a_loader_with_labels() -> None:
     module, loader = TrainingModule(CONFIG), DataLoader(Endless(), 25)
     found = trainer(3).predict(module, loader)
