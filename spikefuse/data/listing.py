@@ -85,7 +85,20 @@ def list_files(
                 "folders"
             )
         parts.append(part)
-    skipped = [path for part in parts for path in part.others]
+    _warn_of_skipped(folder, places, endings, [path for part in parts for path in part.others])
+    if len(parts) == 1:
+        parts = _by_part(folder, parts[0], classes)
+    if len(parts) == 1:
+        test = draw(torch.from_numpy(parts[0].labels), TEST_FRACTION, seed).numpy()
+        if not test.any():
+            raise DataError(f"{folder} has {len(test)} files: too few to test with a fifth")
+        parts = [parts[0].rows(~test), parts[0].rows(test)]
+    return classes, tuple(parts)
+
+
+def _warn_of_skipped(
+    folder: Path, places: Sequence[Path], endings: Collection[str], skipped: Sequence[Path]
+) -> None:
     unnamed = [path for path in skipped if path.suffix.lower() in endings]
     unread = [path for path in skipped if path.suffix.lower() not in endings]
     loose = [path for path in unnamed if path.parent in places]
@@ -97,15 +110,7 @@ def list_files(
     ):
         if paths:
             what = f"skipped {len(paths):,} of the files in {folder}, such as {paths[0]}"
-            warnings.warn(f"{what}: {why}", stacklevel=3)
-    if len(parts) == 1:
-        parts = _by_part(folder, parts[0], classes)
-    if len(parts) == 1:
-        test = draw(torch.from_numpy(parts[0].labels), TEST_FRACTION, seed).numpy()
-        if not test.any():
-            raise DataError(f"{folder} has {len(test)} files: too few to test with a fifth")
-        parts = [parts[0].rows(~test), parts[0].rows(test)]
-    return classes, tuple(parts)
+            warnings.warn(f"{what}: {why}", stacklevel=4)
 
 
 def _list(

@@ -312,9 +312,8 @@ class _RecordObserver(ModuleObserver):
     def leave(self, module: nn.Module, output: Any) -> None:
         if is_recomputed(or_by_ours=True):
             return
-        is_spiking = isinstance(module, SpikingLayer) and module in self._neurons
         values: dict[str, Any] = {}
-        if is_spiking and SPIKES in self.states:
+        if isinstance(module, SpikingLayer) and module in self._neurons and SPIKES in self.states:
             values[SPIKES] = self._value(self._neurons[module], unfolded(output))
         if module in self._event_layers and isinstance(output, Events) and SPIKES in self.states:
             with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 import pickletools
 import re
@@ -188,13 +187,6 @@ def load(path: Path, names: Mapping[str, str | None] | None = None) -> LoadedRun
         settings = {**EARLIER, **entry["config"], **given}
         if settings.pop("memory_budget", None) is not None:  # of a policy that chose by itself
             settings["memory"] = "recompute"
-        if settings.get("weight_decay") == 0:  # earlier versions accepted both
-            settings["decay_all"] = False
-        if (settings.get("tbptt") or 0) > (settings.get("num_steps") or math.inf):
-            settings["tbptt"] = None
-        dataset = own.REGISTRIES["dataset"].get(str(settings.get("dataset")))
-        if dataset is not None and dataset.kind != "images":  # whose encoding had no effect
-            settings["encoding"] = "direct"
         config, history = TrainConfig.from_dict(settings), entry["history"]
         _check_mapping(content["state_dict"], Tensor)
         if not isinstance(history, list):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,6 +38,20 @@ from spikefuse.train.fields import (
 from spikefuse.train.tasks import CRITERIA, TASKS, Task
 
 DEVICES = ("auto", "cpu", "cuda")
+
+
+def _without_effect(values: dict[str, Any]) -> Iterator[str]:
+    """Yield the settings that had no effect in earlier versions, and are refused now."""
+    if values.get("weight_decay") == 0:
+        yield "decay_all"
+    exceeds_sequence = (values.get("tbptt") or 0) > (values.get("num_steps") or math.inf)
+    if exceeds_sequence or values.get("neuron") in choices.ACTIVATIONS:
+        yield "tbptt"
+    dataset = own.REGISTRIES["dataset"].get(str(values.get("dataset")))
+    if dataset is not None and dataset.kind != "images":
+        yield "encoding"
+    if values.get("capacity") is None:
+        yield from ("overflow", "activity_weight")
 
 
 @dataclass(frozen=True)
@@ -284,12 +299,8 @@ class TrainConfig:
         unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}: from another version of spikefuse")
-        without_effect: tuple[str, ...] = ()
-        if values.get("capacity") is None:
-            without_effect = ("overflow", "activity_weight")
-        if values.get("neuron") in choices.ACTIVATIONS:
-            without_effect += ("tbptt",)
-        return cls(**{name: v for name, v in values.items() if name not in without_effect})
+        dropped = set(_without_effect(values))
+        return cls(**{name: value for name, value in values.items() if name not in dropped})
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
