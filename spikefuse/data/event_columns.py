@@ -23,7 +23,7 @@ def columns(place: Any, header: Sequence[str] | None = None) -> Iterator[np.ndar
 
     Args:
         place: an array with fields, or arrays by name.
-        header: all names, of which some may be equal; None for those of `place`.
+        header: all names of columns, which may repeat; by default the names of `place`.
 
     Raises:
         ValueError: it has no such columns, or several for one of them.

@@ -22,7 +22,7 @@ NUM_MELS = 40
 WINDOW, FFT = 400, 512  # samples: 25 ms, and the next power of two
 LOWEST = 20.0  # Hz: below it, microphones record no speech
 FLOOR = -100.0  # decibels, near the rounding of 16-bit samples
-# Zero and full scale of samples by type, as in WAV files; those of 24 bits are read as 32.
+# Zero and full scale of samples by type, as in WAV files; readers return 24-bit samples as int32.
 SCALES = {"uint8": (2**7, 2**7), "int16": (0, 2**15), "int32": (0, 2**31)}
 MAX_BYTES = 1 << 24  # of a file; those of the dataset have 32,044 at most
 

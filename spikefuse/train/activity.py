@@ -148,8 +148,8 @@ class ActivityMonitor:
         The target is half the capacity, because the capacity limits every step of every sample.
 
         Args:
-            processes: the activity is that of these, all of which must call this, and gradients are
-                to be averaged over them; None for one only.
+            processes: compute the activity of all of these, each of which must call this method and
+                whose gradients must be averaged; None for one only.
         """
         if self.capacity is None:
             return None
